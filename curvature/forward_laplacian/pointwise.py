@@ -206,38 +206,27 @@ def quotient(form: QuadraticForm, a: Any, b: Any) -> Jet:
     return product(form, a, inverse)
 
 
-@register(function_kinds.functions_named("add __add__ __radd__"))
-def _add(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return _added(*_pair(args, kwargs), kwargs.get("alpha", 1))
+Binary = Callable[[QuadraticForm, Any, Any, float], Jet]  # of the two arguments, and of `alpha`
+ARITHMETIC: dict[Function, Binary] = {
+    function: binary
+    for names, binary in (
+        ("add __add__ __radd__", lambda form, a, b, alpha: _added(a, b, alpha)),
+        ("sub subtract __sub__", lambda form, a, b, alpha: _added(a, b, -alpha)),
+        ("rsub __rsub__", lambda form, a, b, alpha: _added(b, a, -alpha)),
+        ("mul multiply __mul__ __rmul__", lambda form, a, b, alpha: product(form, a, b)),
+        ("div divide true_divide __truediv__ __div__", lambda form, a, b, alpha: quotient(form, a, b)),
+        ("__rtruediv__ __rdiv__", lambda form, a, b, alpha: quotient(form, b, a)),
+    )
+    for function in function_kinds.functions_named(names)
+}
 
 
-@register(function_kinds.functions_named("sub subtract __sub__"))
-def _subtract(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return _added(*_pair(args, kwargs), -kwargs.get("alpha", 1))
-
-
-@register(function_kinds.functions_named("rsub __rsub__"))
-def _subtract_from(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = _pair(args, kwargs)
-    return _added(b, a, -kwargs.get("alpha", 1))
-
-
-@register(function_kinds.functions_named("mul multiply __mul__ __rmul__"))
-def _multiply(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return product(form, *_pair(args, kwargs))
-
-
-@register(function_kinds.functions_named("div divide true_divide __truediv__ __div__"))
-def _divide(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+@register(ARITHMETIC)
+def arithmetic(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("rounding_mode") is not None:
         raise NoRule("a rounded quotient")
-    return quotient(form, *_pair(args, kwargs))
-
-
-@register(function_kinds.functions_named("__rtruediv__ __rdiv__"))
-def _divide_into(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = _pair(args, kwargs)
-    return quotient(form, b, a)
+    a, b = in_order(args, kwargs, "input", "other")
+    return ARITHMETIC[func](form, a, b, kwargs.get("alpha", 1))
 
 
 @register(function_kinds.functions_named("pow __pow__"))
@@ -246,8 +235,3 @@ def _power(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwa
     if not isinstance(b, Tensor) and b == 2:
         return compose(form, a, _square)
     return pointwise(form, func, jets, args, kwargs)
-
-
-def _pair(args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    a, b = in_order(args, kwargs, "input", "other")
-    return a, b

@@ -6,19 +6,18 @@ products, a type for each form of storage (`Side`); squares of per-sample gradie
 products (`invert_kronecker_sums`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.applied import DiagonalMatrix, EigenInverse, KroneckerInverse, Matrix, inverse_of_state
+from curvature.kronecker.applied import EigenInverse, KroneckerInverse, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Product, Reading, Scheme, at_least_float32
-from curvature.kronecker.inverses import carry_diagonal, eigen_inverses, eigenbases, factored_inverses, nonzero_or_one
+from curvature.kronecker.inverses import carry_diagonal, eigen_inverses, eigenbases, factored_inverses
 from curvature.kronecker.second_moments import subsample_samples
-from curvature.kronecker.sides import DiagonalSide, Side, SketchSide, stored_entries
+from curvature.kronecker.sides import DiagonalSide, Side, nonzero_or_one
 from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sums
 
 __all__ = [
-    "Affine", "Basis", "DiagonalMatrix", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
-    "KroneckerSumInverse", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics", "SketchSide",
+    "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
+    "KroneckerSumInverse", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
     "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
-    "invert_kronecker_sums", "nonzero_or_one", "stored_entries",
-    "subsample_samples",
+    "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

@@ -6,14 +6,14 @@ allocating memory costs more than arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from curvature.kronecker.sides import ranges
 from curvature.linalg import eigenvalues_of, matmul, own_precision
 
 STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
@@ -21,9 +21,30 @@ STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a ca
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups."""
+    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups.
+
+    Attributes:
+        name: of the kind, in checkpoints.
+        is_partial: whether it is a basis that has fewer vectors than d.
+        vectors: of a basis, as columns (g, d, d); None where these are the axes.
+        directions: those (g, d, r) that are told apart; None: all are.
+    """
 
     entries: Tensor
+
+    name: ClassVar[str]
+    is_partial: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        MATRICES[cls.name] = cls
+
+    @property
+    def vectors(self) -> Tensor | None:
+        return None
+
+    @property
+    def directions(self) -> Tensor | None:
+        return None
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x (g, d, i) from the left."""
@@ -48,23 +69,28 @@ class Matrix:
         is_small = self.entries.shape[-1] <= STACKED_MAX_SIDE
         return (type(self), self.entries.shape, self.entries.device) if is_small else None
 
-    @property
-    def rank(self) -> int | None:
-        """Number of directions that are told apart; None: all are."""
-        return None
+    def outlined(self, values: Tensor) -> tuple[Tensor, Matrix]:
+        """Of an eigenbasis the eigenvalues (1, r + 1), the last for all directions outside, and the `PartialBasis`."""
+        vectors = torch.diag_embed(self.entries) if self.vectors is None else self.vectors
+        return torch.cat([values, values[:, -1:]], 1), PartialBasis(vectors)  # none is outside: any value would do
 
     def owned(self) -> Matrix:
         """The same; a copy, if it was made together with others, and would keep these in memory."""
         is_part = self.entries.untyped_storage().nbytes() > self.entries.nbytes
         return replace(self, entries=self.entries.clone()) if is_part else self
 
-    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-        """For a checkpoint: entries, scale, and numbers of rows of diagonal blocks, see `matrix_of_state`."""
-        return self.entries, None, ()
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: plain tensors, numbers and names."""
+        return {"kind": self.name, **vars(self)}
+
+
+MATRICES: dict[str, type[Matrix]] = {}  # by name
 
 
 class DiagonalMatrix(Matrix):
-    """A diagonal, entries (g, d)."""
+    """A diagonal, entries (g, d); as a basis ones: the axes."""
+
+    name = "diagonal"
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         return self.entries[:, :, None] * x
@@ -78,6 +104,17 @@ class DiagonalMatrix(Matrix):
 
 class DenseMatrix(Matrix):
     """All entries (g, d, d)."""
+
+    name = "dense"
+
+    @staticmethod
+    def of(entries: Tensor, sizes: Sequence[int]) -> DenseMatrix:
+        """Entries that are zero outside of the diagonal blocks of these sizes."""
+        return BlockMatrix(entries, tuple(sizes)) if len(sizes) > 1 else DenseMatrix(entries)
+
+    @property
+    def vectors(self) -> Tensor:
+        return self.entries
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         return self.entries @ x
@@ -99,6 +136,8 @@ class BlockMatrix(DenseMatrix):
 
     sizes: tuple[int, ...]
 
+    name = "blocks"
+
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         return torch.cat([self.entries[:, rows, rows] @ x[:, rows] for rows in ranges(self.sizes)], 1)
 
@@ -110,8 +149,15 @@ class BlockMatrix(DenseMatrix):
         form = super().form
         return form and (form, self.sizes)
 
-    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-        return self.entries, None, self.sizes
+
+class PartialBasis(DenseMatrix):
+    """Fewer orthonormal columns than rows: entries (1, d, r)."""
+
+    name = "partial"
+    is_partial = True
+
+    def outlined(self, values: Tensor) -> tuple[Tensor, Matrix]:
+        return values, self
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +165,12 @@ class LowRankMatrix(Matrix):
     """``scale (I - V V^T)``, entries being V (g, d, r) with orthogonal columns; scale (g,)."""
 
     scale: Tensor
+
+    name = "low rank"
+
+    @property
+    def directions(self) -> Tensor:
+        return self.entries
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         out = x if own else x.clone()
@@ -134,18 +186,6 @@ class LowRankMatrix(Matrix):
 
     form = None
 
-    @property
-    def rank(self) -> int | None:
-        return self.entries.shape[2]
-
-    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-        return self.entries, self.scale, ()
-
-
-def dense_or_blocks(entries: Tensor, sizes: Sequence[int]) -> DenseMatrix:
-    """Entries (g, d, d), which are zero outside of the diagonal blocks of these sizes."""
-    return BlockMatrix(entries, tuple(sizes)) if len(sizes) > 1 else DenseMatrix(entries)
-
 
 @dataclass(frozen=True, eq=False)
 class KroneckerInverse:
@@ -153,6 +193,8 @@ class KroneckerInverse:
 
     rows: Matrix
     columns: Matrix
+
+    name: ClassVar[str] = "factored"
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x (g, o, i), in place if x is our own."""
@@ -191,9 +233,8 @@ class KroneckerInverse:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, see `inverse_of_state`."""
-        (rows, row_scale, row_sizes), (columns, column_scale, column_sizes) = self.rows.state(), self.columns.state()
-        scales, sizes = (row_scale, column_scale), (row_sizes, column_sizes)
-        return {"rows": rows, "columns": columns, "values": None, "shifts": scales, "cuts": sizes}
+        own = {key: x.state() if isinstance(x, Matrix) else x for key, x in vars(self).items()}
+        return {"kind": self.name, **own}
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +242,8 @@ class EigenInverse(KroneckerInverse):
     """``rows ((rows^T X columns) * values) columns^T`` in an orthogonal basis."""
 
     values: Tensor
+
+    name = "eigen"
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         with own_precision(x):
@@ -215,13 +258,11 @@ class EigenInverse(KroneckerInverse):
     def tensors(self) -> tuple[Tensor, ...]:
         return *super().tensors(), self.values
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"values": self.values}
-
 
 class PartialEigenInverse(EigenInverse):
     """In partial bases (1, o, r) and (1, i, s): the last of each axis of values (1, r + 1, s + 1) is for the rest."""
 
+    name = "partial eigen"
     form = None
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
@@ -234,21 +275,36 @@ class PartialEigenInverse(EigenInverse):
         return outside * x + within + matmul((column - outside) * right, columns.mT)
 
 
+INVERSES = {kind.name: kind for kind in (KroneckerInverse, EigenInverse, PartialEigenInverse)}
+
+
 def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
-    """The inverse with this `state`, in which shapes tell kinds apart."""
-    row_scale, column_scale = state["shifts"]
-    row_sizes, column_sizes = state.get("cuts", ((), ()))  # earlier files have none
-    rows = matrix_of_state(state["rows"], row_scale, row_sizes)
-    columns = matrix_of_state(state["columns"], column_scale, column_sizes)
-    values = state["values"]
+    """The inverse with this `state`."""
+    if "kind" not in state:
+        return _of_shapes(state)
+    matrix = lambda kind, **fields: MATRICES[kind](**fields)
+    own: dict[str, Any] = {
+        key: matrix(**x) if isinstance(x, Mapping) else x for key, x in state.items() if key != "kind"
+    }
+    return INVERSES[state["kind"]](**own)
+
+
+def _of_shapes(state: Mapping[str, Any]) -> KroneckerInverse:
+    """The inverse with this state of an earlier file, in which shapes tell kinds apart."""
+
+    def matrix(entries: Tensor, scale: Tensor | None, sizes: Sequence[int]) -> Matrix:
+        if scale is not None:
+            return LowRankMatrix(entries, scale)
+        return DiagonalMatrix(entries) if entries.ndim == 2 else DenseMatrix.of(entries, sizes)
+
+    sides, values = (state["rows"], state["columns"]), state["values"]
+    rows, columns = map(matrix, sides, state["shifts"], state.get("cuts", ((), ())))
     if values is None:
         return KroneckerInverse(rows, columns)
-    is_partial = state["rows"].ndim == 3 and values.shape[1] > state["rows"].shape[2]
+    is_partial = rows.entries.ndim == 3 and values.shape[1] > rows.entries.shape[2]
     return (PartialEigenInverse if is_partial else EigenInverse)(rows, columns, values)
 
 
-def matrix_of_state(entries: Tensor, scale: Tensor | None, sizes: Sequence[int]) -> Matrix:
-    """The matrix with this `Matrix.state`."""
-    if scale is not None:
-        return LowRankMatrix(entries, scale)
-    return DiagonalMatrix(entries) if entries.ndim == 2 else dense_or_blocks(entries, sizes)
+def ranges(blocks: Sequence[int]) -> Iterator[slice]:
+    """The rows of each diagonal block."""
+    return (slice(end - n, end) for n, end in zip(blocks, itertools.accumulate(blocks), strict=True))

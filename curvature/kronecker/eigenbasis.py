@@ -135,12 +135,8 @@ class Basis:
 
     def _from_gradients(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """From the gradients themselves, by chunks of samples: on a CPU of as many as its cache holds."""
-        is_cpu = weights.device.type == "cpu"
-        most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
-        step = max(1, most // max(1, self.scheme.arrangement.dimension))
         total = torch.zeros(self.scheme.arrangement.sides, dtype=self.scheme.dtype, device=weights.device)
-        for start in range(0, len(weights), step):
-            part = slice(start, start + step)
+        for part in squared_gradients.parts(weights, self.scheme.arrangement.dimension):
             for us, ws in zip(lefts, rights, strict=True):
                 x = self._gradients(us, part)
                 y = x if ws is us else self._gradients(ws, part)

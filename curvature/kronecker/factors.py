@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,16 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.kronecker.second_moments import has_few_rows, second_moment, second_moment_with_constant
-from curvature.kronecker.sides import (
-    MAX_DENSE_SIDE,
-    SKETCH_RANK,
-    DiagonalSide,
-    PackedSide,
-    Side,
-    SketchSide,
-    sketch_rows,
-    stored_side,
-)
+from curvature.kronecker.sides import STORAGES, Side, storage_of
 from curvature.terms import (
     AffineLayout,
     Convolution,
@@ -79,24 +70,22 @@ class Reading(NamedTuple):
 class Scheme:
     """How the second moments of one weight, with or without a bias, are summed over samples and places.
 
-    A side is (g, d, d), or (g, d) where it is kept as its diagonal; d is the number of outputs, or that of inputs with
+    A moment is (g, d, d), or (g, d) where its diagonal suffices; d is the number of outputs, or that of inputs with
     the bias as the last.
 
     Attributes:
         arrangement: of weight and bias as (g, o, i).
-        diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
-        sketched: whether the side is kept as a sketch.
-        block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
-            size; None: no side is.
         dtype: of the moments.
         sharing: "expand": each place counts as a sample; "reduce": activations are averaged, backprops added first.
+        storage: names of the forms of the side of the outputs, and of that of the inputs, see `Side`.
+        block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
+            size; None: no side is.
     """
 
     arrangement: AffineLayout
-    diagonal: tuple[bool, bool]
     dtype: torch.dtype
     sharing: str
-    sketched: tuple[bool, bool] = (False, False)
+    storage: tuple[str, str] = ("dense", "dense")
     block_size: int | None = None
 
     @staticmethod
@@ -130,26 +119,39 @@ class Scheme:
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # the bias is broadcast
         _, outputs, inputs = arrangement.sides
-        large = (outputs > largest, inputs > largest)
-        scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing, block_size=block_size)
+        scheme = Scheme(arrangement, at_least_float32(dtype), sharing, block_size=block_size)
         if not all(scheme.accepts(term) for term in found):
             return None
         readings = {scheme.reading(term) for term in found}
-        if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
-            sketched = (large[0] and outputs > MAX_DENSE_SIDE, large[1] and inputs > MAX_DENSE_SIDE)
-            return replace(scheme, diagonal=(large[0] > sketched[0], large[1] > sketched[1]), sketched=sketched)
-        one_hot = {reading.flipped for reading in readings if reading.one_hot}
-        return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
+        one_hot = [reading.activation_side for reading in readings if reading.one_hot]
+        is_plain = readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1
+        rows, columns = (storage_of(d, largest, k in one_hot, is_plain) for k, d in enumerate((outputs, inputs)))
+        return replace(scheme, storage=(rows, columns))
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> Scheme:
+        """The scheme with these fields; earlier files tell forms of storage by flags."""
+        fields = {key: value for key, value in state.items() if key != "compact"}
+        if "diagonal" in fields:
+            sketched = fields.pop("few", fields.pop("sketched", (False, False)))
+            flags = zip(sketched, fields.pop("diagonal"), strict=True)
+            fields["storage"] = tuple("sketch" if few else "diagonal" if flat else "dense" for few, flat in flags)
+        return Scheme(**fields)
+
+    @property
+    def kinds(self) -> tuple[type[Side], type[Side]]:
+        """The types of the side of the outputs, and of that of the inputs."""
+        return STORAGES[self.storage[0]], STORAGES[self.storage[1]]
 
     @property
     def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of rows of the diagonal blocks of both sides; a bias is one more row of the last."""
+        """Numbers of rows of the diagonal blocks of both sides, if dense; a bias is one more row of the last."""
         _, outputs, inputs = self.arrangement.sides
-        return self._blocks(0, outputs, 0), self._blocks(1, inputs, len(self.arrangement.shapes) - 1)
+        return self._blocks(outputs, 0), self._blocks(inputs, len(self.arrangement.shapes) - 1)
 
-    def _blocks(self, k: int, width: int, bias: int) -> tuple[int, ...]:
+    def _blocks(self, width: int, bias: int) -> tuple[int, ...]:
         size = self.block_size
-        if size is None or self.sketched[k] or self.diagonal[k] or width - bias <= size:
+        if size is None or width - bias <= size:
             return (width,)
         count, rest = divmod(width - bias, size)
         *others, last = [size] * count + [rest] * (rest > 0)
@@ -157,26 +159,15 @@ class Scheme:
 
     def side(self, k: int, moment: Tensor) -> Side:
         """A measured moment, the side of the outputs (k = 0) or that of the inputs (1), as it is stored."""
-        if self.sketched[k]:
-            return SketchSide(moment)
-        return DiagonalSide(moment) if self.diagonal[k] else stored_side(moment, self.block_sizes[k])
+        return self.kinds[k].of(moment, self.block_sizes[k])
 
     def side_of_entries(self, k: int, entries: Tensor) -> Side:
-        """The side with these `Side.entries`; a checkpoint has small ones as matrices."""
-        is_packed = entries.ndim == 2 and not self.diagonal[k]
-        return PackedSide(entries, self.block_sizes[k]) if is_packed else self.side(k, entries)
+        """The side with these `Side.entries`, or this `Side.state`."""
+        return self.kinds[k].of_entries(entries, self.block_sizes[k])
 
     def side_of_sum(self, k: int, total: Tensor) -> Side:
         """The side that is a sum over processes of `Side.to_sum`."""
-        return SketchSide.from_sum(total) if self.sketched[k] else self.side_of_entries(k, total)
-
-    @property
-    def entries(self) -> tuple[int, int]:
-        """Number of entries of the moments of outputs and of inputs."""
-        groups, *widths = self.arrangement.sides
-        each = zip(widths, self.sketched, self.diagonal, strict=True)
-        rows, columns = (d * (SKETCH_RANK + 1 if few else groups * (1 if flat else d)) for d, few, flat in each)
-        return rows, columns
+        return self.kinds[k].of_sum(total, self.block_sizes[k])
 
     def accepts(self, term: Term) -> bool:
         """Whether a term is a read of the weight in this arrangement, or of its transpose."""
@@ -185,7 +176,7 @@ class Scheme:
             return False
         order = (term.order is not None and term.sizes, term.order)
         same = order == (here.order is not None and here.sizes, here.order)
-        if any(self.sketched) and (isinstance(term, IndexedRows) or not same):
+        if any(kind.takes_rows for kind in self.kinds) and (isinstance(term, IndexedRows) or not same):
             return False
         if same and (term.groups, term.outputs) == (here.groups, here.outputs):
             return True
@@ -213,13 +204,13 @@ class Scheme:
             The sum, and the number of summands, by which to divide it for the mean.
         """
         reading = self.reading(terms[0])
-        diagonal = self.diagonal[reading.activation_side]
+        diagonal = self.kinds[reading.activation_side].is_diagonal
         if reading.one_hot:
             moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
         whole = [term for term in terms if not isinstance(term, IndexedRows)]
-        if self.sketched[1]:
-            return self._sketch(whole)
+        if self.kinds[1].takes_rows:
+            return self._of_rows(whole)
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
             bias = _mean_bias(whole)
@@ -263,12 +254,12 @@ class Scheme:
             right: those of as many other vectors (then ``b_left b_right^T``).
             weights: (N,); None: all one.
         """
-        if self.sketched[0]:
-            assert right is None and weights is None  # sketches take one vector and no weights
-            found = (b for terms in left for b in self._backprops(terms, None))
-            sketches = (SketchSide(sketch_rows(b[:, 0])) for b in found)
-            return functools.reduce(SketchSide.add_, sketches).entries
-        diagonal = self.diagonal[self.reading(left[0][0]).backprop_side]
+        kinds = self.kinds
+        if kinds[0].takes_rows:
+            assert right is None and weights is None  # these take one vector and no weights
+            sides = (kinds[0].of_rows(b[:, 0]) for terms in left for b in self._backprops(terms, None))
+            return functools.reduce(kinds[0].add_, sides).entries
+        diagonal = kinds[self.reading(left[0][0]).backprop_side].is_diagonal
         # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         if not diagonal and right is None and all(getattr(t, "independent", False) for terms in left for t in terms):
@@ -314,15 +305,14 @@ class Scheme:
         scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
         return [b * s for b, s in zip(flat, scales, strict=True)]
 
-    def _sketch(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
-        """The moment of activations as a sketch, and the number of summands."""
+    def _of_rows(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
+        """Entries of a side of activations that takes rows, and the number of summands."""
         together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
         rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
         total, number = None, 0
         for part in (part for same in together for part in self._chunks(same)):  # one chunk in memory
             a = rows_of(part)[:, 0]
-            rows = sketch_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
-            moment = SketchSide(rows)
+            moment = self.kinds[1].of_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
             total, number = moment if total is None else total.add_(moment), number + len(a)
         assert total is not None
         return total.entries, number

@@ -4,53 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.kronecker.applied import (
-    DenseMatrix,
-    DiagonalMatrix,
-    EigenInverse,
-    KroneckerInverse,
-    LowRankMatrix,
-    Matrix,
-    PartialEigenInverse,
-    dense_or_blocks,
-)
+from curvature import linalg
+from curvature.kronecker import applied
 from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, SketchSide, ranges, sketch_spectrum
-from curvature.linalg import (
-    LOW_RANK_MIN_SIZE,
-    careful_spd_inverse,
-    count_recovery,
-    look,
-    low_rank_inverses,
-    own_precision,
-    psd_eighs,
-    try_spd_inverse,
-)
+from curvature.kronecker.sides import DenseSide, Side
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 
-Basis = tuple[Matrix, Matrix]  # orthogonal, of rows and of columns
+Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
 
 
 def factored_inverses(
     products: Sequence[Product],
     share: float,
-    before: Sequence[KroneckerInverse | None],
+    before: Sequence[applied.KroneckerInverse | None],
     anew: Sequence[bool],
     due: Sequence[Sequence[bool]],
-) -> list[KroneckerInverse]:
+) -> list[applied.KroneckerInverse]:
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Sketches have few eigenvalues to begin with. Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest
-    eigenvalues if few stand out. The rest are inverted by Cholesky decomposition, sides of one form together.
+    Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest that take a
+    decomposition, see `Side.inverse`, are inverted by Cholesky's, sides of one form together.
 
     Args:
         before: the previous inverses of the products.
@@ -58,63 +39,60 @@ def factored_inverses(
         due: which sides of each product to invert; without a previous inverse both.
     """
     sides = [side for product in products for side in product]
-    inverses: dict[int, Matrix] = {}
+    inverses: dict[int, applied.Matrix] = {}
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
         known = before[k // 2]
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last
-        elif isinstance(side, DiagonalSide):
-            inverses[k] = DiagonalMatrix(1 / (side.entries + share * _mean(side)[:, None]))
-        elif isinstance(side, SketchSide):
-            inverses[k] = _of_sketch(side, share)
+        elif (inverse := side.inverse(share)) is not None:
+            inverses[k] = inverse
         elif _may_have_low_rank(side, products[k // 2]):
-            start = last.entries.to(side.entries.dtype) if isinstance(last, LowRankMatrix) else None
+            start = None if last is None else last.directions
             if start is not None or anew[k // 2]:
-                large[k] = start
+                large[k] = None if start is None else start.to(side.entries.dtype)
     inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
     tried = [_tried(stack, share) for stack, _ in stacks]
-    fine = look([ok for _, ok in tried])
+    fine = linalg.look([ok for _, ok in tried])
     for (stack, alike), (found, _), is_fine in zip(stacks, tried, fine, strict=True):
         if not is_fine:
             found = _carefully(stack, share)
         inverses |= zip(alike, _split(found, [len(sides[k]) for k in alike], stack.sizes), strict=True)
-    return [KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
+    return [applied.KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
 
 
-def eigen_inverses(products: Sequence[Product], damping: float) -> list[KroneckerInverse]:
+def eigen_inverses(products: Sequence[Product], damping: float) -> list[applied.KroneckerInverse]:
     """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
     bases = eigenbases([side for product in products for side in product])
-    inverses: list[KroneckerInverse] = []
-    for product, row_basis, column_basis in zip(products, bases[::2], bases[1::2], strict=True):
-        is_partial = any(isinstance(side, SketchSide) for side in product)
-        pairs = zip(product, (row_basis, column_basis), strict=True)
-        (b, rows), (a, columns) = starmap(_outlined, pairs) if is_partial else (row_basis, column_basis)
-        kind = PartialEigenInverse if is_partial else EigenInverse
+    inverses: list[applied.KroneckerInverse] = []
+    for row_basis, column_basis in zip(bases[::2], bases[1::2], strict=True):
+        (b, rows), (a, columns) = row_basis, column_basis
+        is_partial = rows.is_partial or columns.is_partial
+        if is_partial:
+            (b, rows), (a, columns) = rows.outlined(b), columns.outlined(a)
+        kind = applied.PartialEigenInverse if is_partial else applied.EigenInverse
         inverses.append(kind(rows, columns, _inverse_values(b, a, damping)))
     return inverses
 
 
-def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, Matrix]]:
+def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
     """Eigenvalues (g, d) of each side, and its eigenvectors as columns; ascending in each diagonal block.
 
     Those of a diagonal are its entries, in their order. A sketch has as many as directions, and one for all others.
     """
-    bases: dict[int, tuple[Tensor, Matrix]] = {}
+    bases: dict[int, tuple[Tensor, applied.Matrix]] = {}
     dense = {}
     for k, side in enumerate(sides):
-        if isinstance(side, DiagonalSide):
-            bases[k] = side.entries.clamp(min=0), DiagonalMatrix(torch.ones_like(side.entries))
-        elif isinstance(side, SketchSide):
-            vectors, values, rest = sketch_spectrum(side.entries)
-            bases[k] = torch.cat([values, rest[None]])[None], DenseMatrix(vectors[None])
-        else:
+        basis = side.eigenbasis()
+        if basis is None:
             dense[k] = side
+        else:
+            bases[k] = basis
     stacks = list(_stacks(dense))
     blocks = [_blocks(stack.dense(), stack.sizes) for stack, _ in stacks]
-    made = iter(psd_eighs([x for parts in blocks for x in parts]))
+    made = iter(linalg.psd_eighs([x for parts in blocks for x in parts]))
     for (stack, alike), parts in zip(stacks, blocks, strict=True):
         pairs = [next(made) for _ in parts]
         values, vectors = (_joined(own, stack.sizes) for own in zip(*pairs, strict=True))
@@ -129,28 +107,18 @@ def carry_diagonal(values: Tensor, old: Basis, new: Basis) -> Tensor:
 
     That matrix is taken to be diagonal in the old basis. The trace is kept.
     """
-    with own_precision(values):
+    with linalg.own_precision(values):
         rows, columns = (_squared_products(n, o, values.dtype) for n, o in zip(new, old, strict=True))
         return columns.T.right(rows.left(values))
 
 
-def _squared_products(new: Matrix, old: Matrix, dtype: torch.dtype) -> Matrix:
+def _squared_products(new: applied.Matrix, old: applied.Matrix, dtype: torch.dtype) -> applied.Matrix:
     """Squares of the inner products of the vectors of two bases."""
-    one, other = new.entries.to(dtype), old.entries.to(dtype)
-    if new is old:
-        return DiagonalMatrix(one.new_ones(one.shape[:1] + one.shape[-1:]))
-    if isinstance(new, DiagonalMatrix):
-        return DiagonalMatrix(one * other)
-    other = torch.diag_embed(other) if isinstance(old, DiagonalMatrix) else other
-    return DenseMatrix((one.mT @ other).square())
-
-
-def nonzero_or_one(mean: Tensor) -> Tensor:
-    """Mean eigenvalues to divide by, with 1 in place of zero.
-
-    A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
-    """
-    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
+    if new is old or new.vectors is old.vectors is None:
+        ones = new.entries.new_ones(new.entries.shape[:1] + new.entries.shape[-1:], dtype=dtype)
+        return applied.DiagonalMatrix(ones)
+    one, other = (torch.diag_embed(x.entries) if x.vectors is None else x.vectors for x in (new, old))
+    return applied.DenseMatrix((one.to(dtype).mT @ other.to(dtype)).square())
 
 
 def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[tuple[Side, list[int]]]:
@@ -163,15 +131,15 @@ def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[t
         yield sides[first].stacked([sides[k] for k in others]), [first, *others]
 
 
-def _split(matrices: Tensor, groups: Sequence[int], sizes: Sequence[int]) -> list[Matrix]:
+def _split(matrices: Tensor, groups: Sequence[int], sizes: Sequence[int]) -> list[applied.Matrix]:
     """The parts of what was made of a stack of sides, in its memory."""
-    return [dense_or_blocks(part, sizes) for part in matrices.split(list(groups))]
+    return [applied.DenseMatrix.of(part, sizes) for part in matrices.split(list(groups))]
 
 
 def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The diagonal blocks of matrices (g, d, d), those of one size together."""
     pieces: dict[int, list[Tensor]] = {}
-    for size, rows in zip(sizes, ranges(sizes), strict=True):
+    for size, rows in zip(sizes, applied.ranges(sizes), strict=True):
         pieces.setdefault(size, []).append(matrix[:, rows, rows])
     return [torch.cat(own) if len(own) > 1 else own[0] for own in pieces.values()]
 
@@ -186,7 +154,7 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     if parts[0].ndim == 2:
         return torch.cat(parts, 1)
     matrix = parts[0].new_zeros(len(parts[0]), sum(sizes), sum(sizes))
-    for part, rows in zip(parts, ranges(sizes), strict=True):
+    for part, rows in zip(parts, applied.ranges(sizes), strict=True):
         matrix[:, rows, rows] = part
     return matrix
 
@@ -194,20 +162,20 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
     """Damped inverses, and a flag () whether they can be used."""
     blocks, scale = _damped(side, share)
-    found, flags = zip(*map(try_spd_inverse, blocks), strict=True)
+    found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
     return _joined(found, side.sizes).div_(scale), flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def _carefully(side: Side, share: float) -> Tensor:
     """Damped inverses after a first failure."""
     blocks, scale = _damped(side, share)
-    return _joined(list(map(careful_spd_inverse, blocks)), side.sizes).div_(scale)
+    return _joined(list(map(linalg.careful_spd_inverse, blocks)), side.sizes).div_(scale)
 
 
 def _damped(side: Side, share: float) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
     matrix = side.dense()
-    scale = _mean(DenseSide(matrix))[:, None, None]
+    scale = DenseSide(matrix).mean_eigenvalue()[:, None, None]
     matrix = matrix / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
     return _blocks(matrix, side.sizes), scale
@@ -217,37 +185,20 @@ def _may_have_low_rank(side: Side, product: Product) -> bool:
     """Whether its largest eigenvalues may make a quicker inverse."""
     is_whole = len(side) == 1 and all(len(x.sizes) == 1 for x in product)
     other = product[1] if side is product[0] else product[0]
-    return is_whole and LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+    return is_whole and linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
 
 
-def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, Matrix]:
+def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, applied.Matrix]:
     """The damped inverses of sides of one group, for those of which few eigenvalues stand out."""
-    means = [_mean(side) for side in sides.values()]
+    means = [side.mean_eigenvalue() for side in sides.values()]
     try:
         scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
-        found = low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
+        found = linalg.low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
     except torch.linalg.LinAlgError:  # fall back to Cholesky
-        count_recovery("retried")
+        linalg.count_recovery("retried")
         return {}
     each = zip(sides, found, means, strict=True)
-    return {k: LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
-
-
-def _of_sketch(side: SketchSide, share: float) -> LowRankMatrix:
-    """The damped inverse of a sketch."""
-    vectors, values, rest = sketch_spectrum(side.entries)
-    damping = share * _mean(side)
-    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
-    return LowRankMatrix((vectors * root)[None], 1 / (rest + damping))
-
-
-def _outlined(side: Side, basis: tuple[Tensor, Matrix]) -> tuple[Tensor, Matrix]:
-    """Eigenvalues (1, r + 1), the last for all directions outside the basis (1, d, r), and the basis."""
-    if isinstance(side, SketchSide):
-        return basis
-    values, matrix = basis
-    vectors = torch.diag_embed(matrix.entries) if isinstance(matrix, DiagonalMatrix) else matrix.entries
-    return torch.cat([values, values[:, -1:]], 1), DenseMatrix(vectors)  # nothing is outside: any value would do
+    return {k: applied.LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
 
 
 def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
@@ -257,8 +208,3 @@ def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
         return 1 / (values + damping)
     least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
     return torch.where(values > least, 1 / values, 0.0)
-
-
-def _mean(side: Side) -> Tensor:
-    """Mean eigenvalue of each group, nonzero."""
-    return nonzero_or_one(side.diagonal().mean(1))

@@ -1,22 +1,22 @@
 """Sides of Kronecker products: symmetric positive semi-definite matrices (d, d), one for each of g groups.
 
-Each form of storage is a type, and all have the methods of `Side`. A side that is too large to store is a sketch, that
-of one-hot vectors a diagonal. Large ones are stored as triangles, in the rectangular full packed format of LAPACK
-(Gustavson, Wasniewski, Dongarra and Langou, 2010, ACM Trans. Math. Softw. 37): the left half of the lower triangle as
-it is, and the rest of it transposed into the corner above.
+Each form of storage is a type, and all have the methods of `Side`, which says what a new one needs. A side that is too
+large to store is a sketch, that of one-hot vectors a diagonal. Large ones are stored as triangles, in the rectangular
+full packed format of LAPACK (Gustavson, Wasniewski, Dongarra and Langou, 2010, ACM Trans. Math. Softw. 37): the left
+half of the lower triangle as it is, and the rest of it transposed into the corner above.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvature.kronecker.applied import DiagonalMatrix, LowRankMatrix, Matrix, PartialBasis, ranges
 from curvature.linalg import count_recovery, matmul, psd_eigh
 
 PACKED_MIN_SIDE = 64  # rows from which the memory is worth the calls
@@ -32,11 +32,51 @@ Kind = TypeVar("Kind", bound="Side")
 class Side:
     """Base: matrices that are linear in the numbers that are stored.
 
+    A new form of storage has a name, `of`, `diagonal` and `dense`, and where its entries do not tell its size, `size`
+    and `of_entries`. It is inverted by the Cholesky decomposition of `dense`, unless it has an `inverse` and an
+    `eigenbasis` of its own. Weights get it where `storage_of` chooses it.
+
     Attributes:
         entries: the numbers, (g, ...).
+        name: of the form, in `Scheme.storage` and in checkpoints; without one it is a variant of another.
+        is_diagonal: whether the diagonal of a second moment says all about it, and the axes are its eigenvectors.
+        takes_rows: whether it is made `of_rows`, before these are multiplied.
     """
 
     entries: Tensor
+
+    name: ClassVar[str] = ""
+    is_diagonal: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            STORAGES[cls.name] = cls
+
+    @classmethod
+    def of(cls, moment: Tensor, blocks: Sequence[int]) -> Side:
+        """Of a second moment (g, d, d), or its diagonal (g, d), with diagonal blocks of these sizes."""
+        return cls(moment)
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> Side:
+        """That of ``rows^T rows`` for rows (n, d)."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_entries(cls, entries: Tensor, blocks: Sequence[int]) -> Side:
+        """The side with these `entries`, or this `state`."""
+        return cls(entries)
+
+    @classmethod
+    def of_sum(cls, total: Tensor, blocks: Sequence[int]) -> Side:
+        """The side that is a sum over processes of `to_sum`."""
+        return cls.of_entries(total, blocks)
+
+    @staticmethod
+    def most_entries(groups: int, blocks: Sequence[int]) -> int:
+        """How many numbers it and its inverse have, at most."""
+        return 2 * groups * sum(blocks) ** 2
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -86,16 +126,32 @@ class Side:
         """(g, d, d), where that can be stored."""
         raise NotImplementedError
 
+    def mean_eigenvalue(self) -> Tensor:
+        """Of each group (g,), nonzero."""
+        return nonzero_or_one(self.diagonal().mean(1))
+
+    def inverse(self, share: float) -> Matrix | None:
+        """The inverse with `share` times the mean eigenvalue added; None where that takes a decomposition."""
+        return None
+
+    def eigenbasis(self) -> tuple[Tensor, Matrix] | None:
+        """As `eigenbases` has it; None where that takes a decomposition."""
+        return None
+
     def unpacked(self) -> Side:
         """The same, whose entries are those of the matrix, where it is stored as triangles."""
         return self
 
+    def compared(self) -> Tensor:
+        """What shows how far it has moved."""
+        return self.entries
+
     def to_sum(self, rank: int, world_size: int) -> Tensor:
-        """What adds up over processes, of which this one is `rank`, for `Scheme.side_of_sum`."""
+        """What adds up over processes, of which this one is `rank`, for `of_sum`."""
         return self.entries
 
     def state(self) -> Tensor:
-        """Entries as a checkpoint has them, see `Scheme.side_of_entries`."""
+        """Entries as a checkpoint has them, for `of_entries`."""
         return self.entries
 
     @property
@@ -108,14 +164,30 @@ class Side:
         return f"{self.size}x{self.size}"
 
 
+STORAGES: dict[str, type[Side]] = {}  # by name
+
+
 class DiagonalSide(Side):
     """A diagonal, entries (g, d)."""
+
+    name = "diagonal"
+    is_diagonal = True
+
+    @staticmethod
+    def most_entries(groups: int, blocks: Sequence[int]) -> int:
+        return 2 * groups * sum(blocks)
 
     def diagonal(self) -> Tensor:
         return self.entries
 
     def dense(self) -> Tensor:
         return torch.diag_embed(self.entries)
+
+    def inverse(self, share: float) -> Matrix:
+        return DiagonalMatrix(1 / (self.entries + share * self.mean_eigenvalue()[:, None]))
+
+    def eigenbasis(self) -> tuple[Tensor, Matrix]:
+        return self.entries.clamp(min=0), DiagonalMatrix(torch.ones_like(self.entries))
 
     @property
     def cost(self) -> int:
@@ -127,6 +199,22 @@ class DiagonalSide(Side):
 
 class DenseSide(Side):
     """All entries (g, d, d)."""
+
+    name = "dense"
+
+    @classmethod
+    def of(cls, moment: Tensor, blocks: Sequence[int]) -> Side:
+        """What takes least memory, where that matters."""
+        return PackedSide.of(moment, blocks) if _are_packed(blocks) else cls(moment)
+
+    @classmethod
+    def of_entries(cls, entries: Tensor, blocks: Sequence[int]) -> Side:
+        return PackedSide(entries, tuple(blocks)) if entries.ndim == 2 else cls.of(entries, blocks)
+
+    @staticmethod
+    def most_entries(groups: int, blocks: Sequence[int]) -> int:
+        square = sum(blocks) ** 2
+        return groups * (square + (sum(map(triangle, blocks)) if _are_packed(blocks) else square))
 
     def diagonal(self) -> Tensor:
         return self.entries.diagonal(dim1=1, dim2=2)
@@ -145,11 +233,11 @@ class PackedSide(Side):
 
     blocks: tuple[int, ...]
 
-    @staticmethod
-    def of(matrix: Tensor, blocks: Sequence[int]) -> PackedSide:
+    @classmethod
+    def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = (_packed(matrix[:, rows, rows]) for rows in ranges(blocks))
-        return PackedSide(torch.cat([x.flatten(1) for x in packed], 1), tuple(blocks))
+        packed = (_packed(moment[:, rows, rows]) for rows in ranges(blocks))
+        return cls(torch.cat([x.flatten(1) for x in packed], 1), tuple(blocks))
 
     @property
     def size(self) -> int:
@@ -187,8 +275,28 @@ class PackedSide(Side):
 class SketchSide(Side):
     """Rows (1, r + 1, d) that stand for ``sum_k s_k s_k^T + |s_last|^2 / d I``, k over all but the last.
 
-    The trace is the sum of their squares. `sketch_rows` leaves the last row zero; `compress` makes the rest orthogonal.
+    The trace is the sum of their squares. `of_rows` leaves the last row zero; `compress` makes the rest orthogonal.
     """
+
+    name = "sketch"
+    takes_rows = True
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> SketchSide:
+        if len(rows) > MAX_SKETCH_ROWS:
+            generator = torch.Generator(rows.device).manual_seed(0)
+            signs = torch.randint(2, (MAX_SKETCH_ROWS, len(rows)), generator=generator, device=rows.device)
+            signs = signs.to(rows.dtype) * 2 - 1
+            rows = matmul(signs, rows) / MAX_SKETCH_ROWS**0.5
+        return cls(torch.cat([rows, torch.zeros_like(rows[:1])])[None])
+
+    @classmethod
+    def of_sum(cls, total: Tensor, blocks: Sequence[int]) -> SketchSide:
+        return functools.reduce(SketchSide.add_, map(SketchSide, total))
+
+    @staticmethod
+    def most_entries(groups: int, blocks: Sequence[int]) -> int:
+        return 2 * sum(blocks) * (SKETCH_RANK + 1)
 
     def scaled(self, factor: float | Tensor) -> SketchSide:
         return SketchSide(self.entries * factor**0.5)
@@ -206,6 +314,20 @@ class SketchSide(Side):
     def diagonal(self) -> Tensor:
         return self.entries.square().sum(1)
 
+    def inverse(self, share: float) -> Matrix:
+        vectors, values, rest = sketch_spectrum(self.entries)
+        damping = share * self.mean_eigenvalue()
+        root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
+        return LowRankMatrix((vectors * root)[None], 1 / (rest + damping))
+
+    def eigenbasis(self) -> tuple[Tensor, Matrix]:
+        vectors, values, rest = sketch_spectrum(self.entries)
+        return torch.cat([values, rest[None]])[None], PartialBasis(vectors[None])
+
+    def compared(self) -> Tensor:
+        """A sketch turns without a change."""
+        return self.diagonal()
+
     @property
     def cost(self) -> int:
         return self.entries.numel() * self.entries.shape[1]
@@ -216,11 +338,6 @@ class SketchSide(Side):
         places = small.new_zeros(world_size, 1, SKETCH_RANK + 1, self.size)
         places[rank, :, : small.shape[1] - 1], places[rank, :, -1] = small[:, :-1], small[:, -1]
         return places
-
-    @staticmethod
-    def from_sum(places: Tensor) -> SketchSide:
-        """The sum of the sketches of all processes."""
-        return functools.reduce(SketchSide.add_, map(SketchSide, places))
 
     def _compressed(self, old: SketchSide | None) -> SketchSide:
         """`compress`; if that fails, the old sketch, or without one a multiple of the identity of the same trace."""
@@ -235,26 +352,11 @@ class SketchSide(Side):
         return SketchSide(identity)
 
 
-def stored_side(matrix: Tensor, blocks: Sequence[int]) -> DenseSide | PackedSide:
-    """Of matrices (g, d, d), what takes least memory where that matters."""
-    is_packed = len(blocks) > 1 or matrix.shape[1] >= PACKED_MIN_SIDE
-    return PackedSide.of(matrix, blocks) if is_packed else DenseSide(matrix)
-
-
-def stored_entries(blocks: Sequence[int]) -> int:
-    """How many numbers `stored_side` stores for each group."""
-    is_packed = len(blocks) > 1 or sum(blocks) >= PACKED_MIN_SIDE
-    return sum(map(triangle, blocks)) if is_packed else sum(blocks) ** 2
-
-
-def sketch_rows(rows: Tensor) -> Tensor:
-    """The sketch of ``rows^T rows`` for rows (n, d)."""
-    if len(rows) > MAX_SKETCH_ROWS:
-        generator = torch.Generator(rows.device).manual_seed(0)
-        signs = torch.randint(2, (MAX_SKETCH_ROWS, len(rows)), generator=generator, device=rows.device)
-        signs = signs.to(rows.dtype) * 2 - 1
-        rows = matmul(signs, rows) / MAX_SKETCH_ROWS**0.5
-    return torch.cat([rows, torch.zeros_like(rows[:1])])[None]
+def storage_of(rows: int, largest: float, is_one_hot: bool, can_be_sketched: bool) -> str:
+    """The form for a side of so many rows, of one-hot inputs or not, where `largest` are kept whole."""
+    if can_be_sketched and rows > max(largest, MAX_DENSE_SIDE):
+        return SketchSide.name
+    return DiagonalSide.name if is_one_hot or rows > largest else DenseSide.name
 
 
 def compress(sketch: Tensor) -> Tensor:
@@ -289,9 +391,17 @@ def for_groups(factor: Any, entries: Tensor) -> Any:
     return factor.reshape(-1, *[1] * (entries.ndim - 1)) if is_by_group else factor
 
 
-def ranges(blocks: Sequence[int]) -> Iterator[slice]:
-    """The rows of each diagonal block."""
-    return (slice(end - n, end) for n, end in zip(blocks, itertools.accumulate(blocks), strict=True))
+def nonzero_or_one(mean: Tensor) -> Tensor:
+    """Mean eigenvalues to divide by, with 1 in place of zero.
+
+    A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
+    """
+    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
+
+
+def _are_packed(blocks: Sequence[int]) -> bool:
+    """Whether triangles of diagonal blocks take so much less memory that it matters."""
+    return len(blocks) > 1 or sum(blocks) >= PACKED_MIN_SIDE
 
 
 def _rectangle(d: int) -> tuple[int, int, int]:

@@ -52,7 +52,7 @@ class KroneckerStatistics:
         return rows.entries, columns.entries
 
     def _side(self, k: int, entries: Tensor) -> Side:
-        return DiagonalSide(entries) if self.scheme.diagonal[k] else DenseSide(entries)
+        return DiagonalSide(entries) if self.scheme.kinds[k].is_diagonal else DenseSide(entries)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class SideStatistics(KroneckerStatistics):
         if len(products) == 1:
             return products[0]
         rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])
-        return self.scheme.side(0, rows.entries), self.scheme.side(1, columns.entries)
+        return self.scheme.side_of_entries(0, rows.entries), self.scheme.side_of_entries(1, columns.entries)
 
     def parts(self, blocks: Sequence[Any]) -> list[Any]:
         """The statistics of blocks of one layout that were measured as the groups of one."""

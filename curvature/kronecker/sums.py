@@ -14,17 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvature import linalg
 from curvature.kronecker.sides import DenseSide
 from curvature.kronecker.statistics import merge_products
-from curvature.linalg import (
-    cholesky_with_jitter,
-    eigenvalue_rounding,
-    full_precision,
-    look,
-    matmul,
-    symmetric_eighs,
-    try_cholesky,
-)
 
 Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
 
@@ -39,8 +31,8 @@ class KroneckerSumInverse:
 
     def solve(self, x: Tensor) -> Tensor:
         """The solution (o, i) for a right-hand side (o, i)."""
-        inner = matmul(matmul(self.rows.mT, x), self.columns) / self.values
-        return matmul(matmul(self.rows, inner), self.columns.mT)
+        inner = linalg.matmul(linalg.matmul(self.rows.mT, x), self.columns) / self.values
+        return linalg.matmul(linalg.matmul(self.rows, inner), self.columns.mT)
 
 
 def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[KroneckerSumInverse]:
@@ -80,7 +72,7 @@ def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
 
 
 def _shifted(side: Tensor, shift: Tensor) -> Tensor:
-    shift = torch.maximum(shift, eigenvalue_rounding(side.diagonal().sum()))
+    shift = torch.maximum(shift, linalg.eigenvalue_rounding(side.diagonal().sum()))
     return side + shift * torch.eye(len(side), dtype=side.dtype, device=side.device)
 
 
@@ -98,14 +90,14 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
     return [(rows[0], columns[0]), (merged[0].entries[0], merged[1].entries[0])]
 
 
-@full_precision()
+@linalg.full_precision()
 def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """For one or two sides each, W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, 0 to 1."""
     totals = [sides[0] if len(sides) == 1 else sides[0] + sides[1] for sides in sums]
-    tried = [try_cholesky(total) for total in totals]
-    fine = look([ok for _, ok in tried])
+    tried = [linalg.try_cholesky(total) for total in totals]
+    fine = linalg.look([ok for _, ok in tried])
     roots = [
-        root if is_fine else cholesky_with_jitter(total, "a factor")
+        root if is_fine else linalg.cholesky_with_jitter(total, "a factor")
         for (root, _), is_fine, total in zip(tried, fine, totals, strict=True)
     ]
     wholes = []
@@ -113,6 +105,6 @@ def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor
         half = torch.linalg.solve_triangular(root, sides[0], upper=False)
         wholes.append(torch.linalg.solve_triangular(root, half.mT, upper=False))
     found = []
-    for root, (values, vectors) in zip(roots, symmetric_eighs(wholes), strict=True):
+    for root, (values, vectors) in zip(roots, linalg.symmetric_eighs(wholes), strict=True):
         found.append((torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)))
     return found

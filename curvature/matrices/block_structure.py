@@ -153,8 +153,8 @@ class Structures:
 def _require_held_sides(factored: KroneckerAccumulator) -> None:
     scheme = factored.total.scheme
     _, *widths = scheme.arrangement.sides
-    for what, rows, is_diagonal in zip(("outputs", "inputs"), widths, scheme.diagonal, strict=True):
-        if not is_diagonal:
+    for what, rows, kind in zip(("outputs", "inputs"), widths, scheme.kinds, strict=True):
+        if not kind.is_diagonal:
             require_held_size(
                 factored.names, f"the factor of its {what}", rows, scheme.dtype, ("diagonal", "kronecker")
             )

@@ -184,6 +184,8 @@ def _unpacked(value: Any, device: torch.device | str | None) -> Any:
     fields = {key: _unpacked(item, device) for key, item in value["fields"].items()}
     if kind is Reading:
         return Reading(**fields)
+    if kind is Scheme:
+        return Scheme.of_state(fields)
     made = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)  # some are frozen

@@ -14,16 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from curvature.linalg import (
-    NotDefinite,
-    cholesky,
-    eigenvalues_of,
-    full_precision,
-    largest_eigenpairs,
-    matmul,
-    require_finite,
-    symmetrize,
-)
+from curvature import linalg
 from curvature.operators.space import (
     MAX_DIRECT_SIZE,
     Space,
@@ -156,8 +147,12 @@ class Operator(ABC):
             raise ValueError(f"a matrix with {self.space.size} rows has no {k} largest eigenvalues")
         return self._largest_eigenvalues(k)
 
+    def _decomposed(self) -> Operator:
+        """The form that solves."""
+        return self.compact()
+
     def _eigenvalues(self) -> Tensor:
-        held = self.compact()
+        held = self._decomposed()
         if self.is_known_by_products and isinstance(held, Dense):
             warn_of_decomposition(self.space)
         return held._eigenvalues()
@@ -165,7 +160,7 @@ class Operator(ABC):
     def _largest_eigenvalues(self, k: int) -> Tensor:
         if self.is_known_by_products and self.space.size > MAX_DIRECT_SIZE:
             with self._one_call():
-                return largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
+                return linalg.largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
         return self._eigenvalues()[-k:]
 
     @overload
@@ -181,11 +176,11 @@ class Operator(ABC):
         return self.by_columns(lambda V: self._solve(V, float(damping)), v)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self.compact()._solve(V, damping)
+        return self._decomposed()._solve(V, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
         """``(M + damping I)^-1``, decomposed once; errors as for `solve`."""
-        return self.compact().inverse(damping)
+        return self._decomposed().inverse(damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """``log det(M + damping I)``, a scalar tensor.
@@ -193,7 +188,7 @@ class Operator(ABC):
         Raises:
             ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
         """
-        return self.compact().logdet(damping)
+        return self._decomposed().logdet(damping)
 
     def det(self, damping: float = 0.0) -> Tensor:
         """``det(M + damping I)``, the product of its eigenvalues; soon beyond all floats: prefer `logdet`."""
@@ -221,7 +216,7 @@ class Operator(ABC):
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         """R Z with ``R R^T = (M + damping I)^-1``, for columns (P, c)."""
-        return self.compact()._inverse_root(Z, damping)
+        return self._decomposed()._inverse_root(Z, damping)
 
     def scaled(self, factor: float) -> Operator:
         """``factor * M``."""
@@ -336,11 +331,11 @@ class Dense(Operator):
 
     def __init__(self, space: Space, matrix: Tensor) -> None:
         super().__init__(space)
-        self.matrix = symmetrize(space.kept(matrix, self.shape, "the matrix"), "the matrix")
+        self.matrix = linalg.symmetrize(space.kept(matrix, self.shape, "the matrix"), "the matrix")
         self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky factor
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return matmul(self.matrix, V)
+        return linalg.matmul(self.matrix, V)
 
     def to_dense(self) -> Tensor:
         return self.matrix
@@ -354,22 +349,22 @@ class Dense(Operator):
         return super().__add__(other)
 
     def _eigenvalues(self) -> Tensor:
-        return eigenvalues_of(self.matrix)
+        return linalg.eigenvalues_of(self.matrix)
 
     def _cholesky(self, damping: float) -> Tensor:
         if self._root is None or self._root[0] != damping:
-            self._root = damping, cholesky(self.matrix, damping, repr(self))
+            self._root = damping, linalg.cholesky(self.matrix, damping, repr(self))
         return self._root[1]
 
-    @full_precision()
+    @linalg.full_precision()
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return torch.cholesky_solve(V, self._cholesky(damping))
 
-    @full_precision()
+    @linalg.full_precision()
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         return torch.linalg.solve_triangular(self._cholesky(damping).mT, Z, upper=True)
 
-    @full_precision()
+    @linalg.full_precision()
     def inverse(self, damping: float = 0.0) -> Operator:
         return Dense(self.space, torch.cholesky_inverse(self._cholesky(float(damping))))
 
@@ -384,7 +379,7 @@ class Scaled(Operator):
 
     def __init__(self, inner: Operator, factor: float, shift: float = 0.0) -> None:
         super().__init__(inner.space)
-        self.inner, self.factor, self.shift = inner, require_finite(factor), require_finite(shift)
+        self.inner, self.factor, self.shift = inner, linalg.require_finite(factor), linalg.require_finite(shift)
         self.is_known_by_products = inner.is_known_by_products
 
     def _one_call(self) -> AbstractContextManager[None]:
@@ -418,7 +413,7 @@ class Scaled(Operator):
         if self.factor > 0:
             try:
                 return inner((self.shift + damping) / self.factor)
-            except NotDefinite as error:
+            except linalg.NotDefinite as error:
                 log.info("%r: the dense matrix decides: %s", self, error)
         return dense(self.materialise())
 
@@ -439,7 +434,7 @@ class Scaled(Operator):
         return self._either(float(damping), by_inner, lambda dense: dense.logdet(damping))
 
     def scaled(self, factor: float) -> Operator:
-        return Scaled(self.inner, self.factor * require_finite(factor), self.shift * factor)
+        return Scaled(self.inner, self.factor * linalg.require_finite(factor), self.shift * factor)
 
     def damped(self, damping: float) -> Operator:
         return Scaled(self.inner, self.factor, self.shift + damping)

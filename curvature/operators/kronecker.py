@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import (
-    damp_eigenvalues,
-    eigenvalue_rounding,
-    full_precision,
-    look,
-    matmul,
-    require_finite,
-    symmetric_eigh,
-    symmetrize,
-    try_spd_inverse,
-)
+from curvature import linalg
 from curvature.operators.base import Operator
 from curvature.operators.space import Space, require_dense_size
 from curvature.terms import AffineLayout
@@ -32,9 +22,9 @@ from curvature.terms import AffineLayout
 def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
     """``left @ x @ right`` for x (*batch, g, o, i); a side is (g, d, d), its diagonal (g, d), or None for identity."""
     if left is not None:
-        x = left[..., None] * x if left.ndim == 2 else matmul(left, x)
+        x = left[..., None] * x if left.ndim == 2 else linalg.matmul(left, x)
     if right is not None:
-        x = x * right[:, None, :] if right.ndim == 2 else matmul(x, right)
+        x = x * right[:, None, :] if right.ndim == 2 else linalg.matmul(x, right)
     return x
 
 
@@ -65,7 +55,7 @@ class LayerOperator(Operator):
         if matrix.ndim == 2:
             return self.space.kept(matrix, (self.sides[0], size), what)
         matrix = self.space.kept(matrix, (self.sides[0], size, size), what)
-        return matrix if is_symmetric else symmetrize(matrix, what)
+        return matrix if is_symmetric else linalg.symmetrize(matrix, what)
 
     def _to_matrices(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
@@ -116,7 +106,7 @@ class EigenKronecker(LayerOperator):
         if rounding is None:
             mixed = [dim for dim, U in ((1, self.row_vectors), (2, self.column_vectors)) if U is not None]
             largest = self.values.abs().amax(mixed, keepdim=True) if mixed else torch.zeros_like(self.values)
-            rounding = eigenvalue_rounding(largest).expand(self.sides)
+            rounding = linalg.eigenvalue_rounding(largest).expand(self.sides)
         self.rounding = space.kept(rounding, self.sides, "rounding")
 
     def _vectors(self, vectors: Tensor | None, what: str, size: int) -> Tensor | None:
@@ -125,7 +115,7 @@ class EigenKronecker(LayerOperator):
         vectors = self.space.kept(vectors, (self.sides[0], size, size), what)
         eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
         # This catches mistakes, so it is loose enough for products in reduced precision, and for vectors in 16 bits.
-        if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(torch.float32).eps ** 0.25).all():
+        if not ((linalg.matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(torch.float32).eps ** 0.25).all():
             raise ValueError(f"{what} of the parameters {list(self.space.names)} are not orthogonal")
         return vectors
 
@@ -141,7 +131,7 @@ class EigenKronecker(LayerOperator):
         return self._to_columns(two_sided(self.row_vectors, X, None if columns is None else columns.mT))
 
     def _damped(self, damping: float) -> Tensor:
-        return damp_eigenvalues(self.values, self.rounding, damping, repr(self))
+        return linalg.damp_eigenvalues(self.values, self.rounding, damping, repr(self))
 
     def _with(self, values: Tensor, rounding: Tensor) -> EigenKronecker:
         """The same basis with other eigenvalues."""
@@ -182,10 +172,10 @@ class EigenKronecker(LayerOperator):
         return self._damped(float(damping)).log().sum()
 
     def scaled(self, factor: float) -> Operator:
-        return self._with(require_finite(factor) * self.values, abs(factor) * self.rounding)
+        return self._with(linalg.require_finite(factor) * self.values, abs(factor) * self.rounding)
 
     def damped(self, damping: float) -> Operator:
-        return self._with(self.values + require_finite(damping), self.rounding)
+        return self._with(self.values + linalg.require_finite(damping), self.rounding)
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
@@ -270,8 +260,8 @@ class Kronecker(LayerOperator):
     def frobenius_norm(self) -> Tensor:
         return (self.rows.flatten(1).norm(dim=1) * self.columns.flatten(1).norm(dim=1)).norm()
 
-    def _eigenvalues(self) -> Tensor:
-        return self.eigen._eigenvalues()
+    def _decomposed(self) -> EigenKronecker:
+        return self.eigen
 
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
@@ -285,18 +275,12 @@ class Kronecker(LayerOperator):
         inverse = None if damping else self._of_inverses()
         return self.eigen._solve(V, damping) if inverse is None else inverse._matmat(V)
 
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self.eigen._inverse_root(Z, damping)
-
     def inverse(self, damping: float = 0.0) -> Operator:
         inverse = None if damping else self._of_inverses()
         return self.eigen.inverse(damping) if inverse is None else inverse
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self.eigen.logdet(damping)
-
     def scaled(self, factor: float) -> Operator:
-        rows = require_finite(factor) * self.rows
+        rows = linalg.require_finite(factor) * self.rows
         return Kronecker(self.space, self.arrangement, rows, self.columns, is_symmetric=True)
 
     def damped(self, damping: float) -> Operator:
@@ -345,17 +329,17 @@ def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None if the factor is diagonal."""
     if side.ndim == 2:
         return side, torch.zeros_like(side), None
-    values, vectors = symmetric_eigh(side)
-    rounding = eigenvalue_rounding(values.abs().amax(1, keepdim=True)).expand(values.shape)
+    values, vectors = linalg.symmetric_eigh(side)
+    rounding = linalg.eigenvalue_rounding(values.abs().amax(1, keepdim=True)).expand(values.shape)
     return values, rounding, vectors
 
 
-@full_precision()
+@linalg.full_precision()
 def _inverted(side: Tensor) -> Tensor | None:
     """The inverse of a factor; None if it may not be positive definite to working precision."""
     if side.ndim == 2:
         return 1 / side if bool((side > 0).all()) else None
-    inverse, ok = try_spd_inverse(side)
+    inverse, ok = linalg.try_spd_inverse(side)
     # the product of the traces is no less than the condition number
-    worst = eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(inverse).sum(1)
-    return (inverse.mT + inverse) / 2 if all(look([ok, (worst < 1).all()])) else None
+    worst = linalg.eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(inverse).sum(1)
+    return (inverse.mT + inverse) / 2 if all(linalg.look([ok, (worst < 1).all()])) else None

@@ -10,16 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvature.linalg import (
-    NotDefinite,
-    cholesky,
-    eigenvalue_rounding,
-    eigenvalues_of,
-    full_precision,
-    matmul,
-    psd_eigh,
-    require_finite,
-)
+from curvature import linalg
 from curvature.operators.base import Operator
 from curvature.operators.matrix_free import Inverse
 from curvature.operators.space import Space, require_dense_size
@@ -55,18 +46,18 @@ class SampleSpace(Operator):
 
     def __init__(self, space: Space, rows: Rows, scale: float = 1.0) -> None:
         super().__init__(space)
-        self.rows, self.scale = rows, require_finite(scale)
+        self.rows, self.scale = rows, linalg.require_finite(scale)
         self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky factor
 
     @cached_property
-    @full_precision()
+    @linalg.full_precision()
     def gram(self) -> Tensor:
         """``scale R R^T`` (M, M)."""
         return self.scale * self.rows.gram().to(self.space.dtype)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        return psd_eigh(self.gram)
+        return linalg.psd_eigh(self.gram)
 
     def _times(self, V: Tensor) -> Tensor:
         """``sqrt(scale) R V`` (M, c) for columns (P, c)."""
@@ -82,15 +73,15 @@ class SampleSpace(Operator):
         columns = torch.vmap(function, out_dims=1, chunk_size=together)(V.mT.contiguous())
         return math.sqrt(self.scale) * columns.to(V)
 
-    @full_precision()
+    @linalg.full_precision()
     def _matmat(self, V: Tensor) -> Tensor:
         return self._transposed(self._times(V))
 
-    @full_precision()
+    @linalg.full_precision()
     def to_dense(self) -> Tensor:
         require_dense_size(self.space)
         rows = self.rows.to_dense().to(self.space.dtype)
-        return self.scale * matmul(rows.mT, rows)
+        return self.scale * linalg.matmul(rows.mT, rows)
 
     def diagonal(self) -> Tensor:
         return self.scale * self.space.flatten(self.rows.squares()).to(self.space.dtype)
@@ -102,22 +93,22 @@ class SampleSpace(Operator):
         return self.gram.norm()
 
     def _eigenvalues(self) -> Tensor:
-        values = eigenvalues_of(self.gram).clamp(min=0)
+        values = linalg.eigenvalues_of(self.gram).clamp(min=0)
         return torch.cat([values.new_zeros(self.space.size), values])[-self.space.size :]
 
     def _require_damping(self, damping: float) -> None:
         """Raise `NotDefinite` for a damping within the rounding of the eigenvalues, most of which are zero."""
-        rounding = eigenvalue_rounding(self.gram.norm())
+        rounding = linalg.eigenvalue_rounding(self.gram.norm())
         if not damping > rounding / 10:
-            raise NotDefinite(repr(self), torch.zeros_like(rounding), rounding, damping)
+            raise linalg.NotDefinite(repr(self), torch.zeros_like(rounding), rounding, damping)
 
     def _cholesky(self, damping: float) -> Tensor:
         self._require_damping(damping)
         if self._root is None or self._root[0] != damping:
-            self._root = damping, cholesky(self.gram, damping, repr(self))
+            self._root = damping, linalg.cholesky(self.gram, damping, repr(self))
         return self._root[1]
 
-    @full_precision()
+    @linalg.full_precision()
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         inner = torch.cholesky_solve(self._times(V), self._cholesky(damping))
         return (V - self._transposed(inner)) / damping
@@ -130,7 +121,7 @@ class SampleSpace(Operator):
         logdet = 2 * self._cholesky(float(damping)).diagonal().log().sum()
         return logdet + (self.space.size - len(self.gram)) * math.log(damping)
 
-    @full_precision()
+    @linalg.full_precision()
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         self._require_damping(damping)
         values, vectors = self._spectrum
@@ -141,7 +132,7 @@ class SampleSpace(Operator):
     def scaled(self, factor: float) -> Operator:
         if not factor > 0:
             return super().scaled(factor)
-        multiple = SampleSpace(self.space, self.rows, self.scale * require_finite(factor))
+        multiple = SampleSpace(self.space, self.rows, self.scale * linalg.require_finite(factor))
         if "gram" in vars(self):
             multiple.gram = factor * self.gram
         return multiple

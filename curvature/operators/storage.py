@@ -53,15 +53,6 @@ def restore(value: Any, device: torch.device | str | None) -> Any:
     raise ValueError(f"unknown structure {structure!r} of a matrix; known are {sorted(KINDS)}")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """A state with every tensor replaced."""
-    if isinstance(state, Tensor):
-        return function(state)
-    if isinstance(state, Mapping):
-        return {key: map_tensors(function, item) for key, item in state.items()}
-    return [map_tensors(function, item) for item in state] if isinstance(state, list) else state
-
-
 def rounded_state(state: Any, dtype: torch.dtype, space: str | None = None) -> Any:
     """A state with its floating-point tensors in another precision, and its spaces in the one that is named."""
     if isinstance(state, Tensor):

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvature.operators.base import Operator
 from curvature.operators.block_diagonal import BlockDiagonal
 from curvature.operators.space import Space
-from curvature.operators.storage import copy_if_view, map_tensors, restore
+from curvature.operators.storage import copy_if_view, restore
 
 
 class Wrapped(Operator):
@@ -145,12 +146,17 @@ class Stored(Wrapped):
     @property
     def wrapped(self) -> Operator:
         device, dtype = self.space.device, self.space.dtype
-        state = map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), self.held)
+        place = lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
+        state = pytree.tree_map_only(Tensor, place, self.held)
         operator: Operator = restore(state, None if self.space.places else device)
         return operator
 
     def state(self) -> dict[str, Any]:
-        return {"structure": "Stored", "space": self.space.state(), "held": map_tensors(copy_if_view, self.held)}
+        return {
+            "structure": "Stored",
+            "space": self.space.state(),
+            "held": pytree.tree_map_only(Tensor, copy_if_view, self.held),
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Stored:

@@ -13,20 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from torch import Tensor
 
 from curvature.operators import Estimate, Operator
-from curvature.plots.style import (
-    CURVATURE_UNIT,
-    Array,
-    axes_or_new,
-    colours,
-    describe_hidden,
-    label_with_note,
-    legend,
-    line_style,
-    log_scale,
-    require_mapping,
-    to_array,
-    to_vector,
-)
+from curvature.plots import style
 
 MAX_TICKS = 10  # tick labels that fit below an axis
 Matrix = Operator | Tensor | Mapping[str, Tensor]
@@ -53,19 +40,19 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
         ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero, not
             finite, or of another shape.
     """
-    items = require_mapping(estimates, "estimates", "{name: {k: estimates}}").items()
+    items = style.require_mapping(estimates, "estimates", "{name: {k: estimates}}").items()
     error_of = _given_errors if exact is None else _distance_to(exact)
     table = {str(name): _by_count(str(name), rows, error_of) for name, rows in items}
-    ax = axes_or_new(ax)
-    shades = colours(table)
+    ax = style.axes_or_new(ax)
+    shades = style.colours(table)
     heights: list[float] = []  # errors times sqrt(k): constant if an error falls as 1/sqrt(k)
     for index, (name, rows) in enumerate(table.items()):
         shown = {k: row[np.isfinite(row) & (row > 0)] for k, row in rows.items()}
         points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
         middle, low, high = np.array(list(points.values())).reshape(-1, 3).T
-        label = label_with_note(name, describe_hidden(np.concatenate(list(rows.values()))))
+        label = style.label_with_note(name, style.describe_hidden(np.concatenate(list(rows.values()))))
         (line,) = ax.plot(
-            list(points), middle, **line_style(index, shades[name]), marker="o", markersize=4, label=label
+            list(points), middle, **style.line_style(index, shades[name]), marker="o", markersize=4, label=label
         )
         if any(row.size > 1 for row in shown.values()):
             ax.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, lw=0)
@@ -75,13 +62,13 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
         guide = np.exp(np.mean(np.log(heights))) / np.sqrt(counts)
         ax.plot(counts, guide, ":", color="grey", lw=1.2, label="slope of 1 / sqrt(k)", zorder=1)
     ylabel = "error" if exact is None else "relative error (Frobenius)"
-    log_scale(ax, "x", "y")
+    style.log_scale(ax, "x", "y")
     ax.set(xlabel="number of vectors k", ylabel=ylabel)
     if len(counts) <= MAX_TICKS:
         ax.set_xticks(counts, [f"{k:g}" for k in counts])
         ax.xaxis.set_minor_locator(NullLocator())
     ax.grid(True, which="major", alpha=0.3)
-    legend(ax, "line: median, band: all seeds")
+    style.legend(ax, "line: median, band: all seeds")
     return ax
 
 
@@ -90,7 +77,7 @@ def drift(
     epochs: Any = None,
     ax: Axes | None = None,
     *,
-    quantity: str = f"largest eigenvalue {CURVATURE_UNIT}",
+    quantity: str = f"largest eigenvalue {style.CURVATURE_UNIT}",
 ) -> Axes:
     """A quantity of several matrices over the epochs, such as the trace or the largest eigenvalue, on a log axis.
 
@@ -109,17 +96,17 @@ def drift(
         TypeError: not a dict of numbers; for a matrix, give its trace or another number.
         ValueError: nothing to draw, or different numbers of values and epochs.
     """
-    items = require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
-    lines = {str(name): to_vector(numbers, str(name)) for name, numbers in items}
-    shades = colours(lines)
+    items = style.require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
+    lines = {str(name): style.to_vector(numbers, str(name)) for name, numbers in items}
+    shades = style.colours(lines)
     x = _epochs({name: line.size for name, line in lines.items()}, epochs)
-    ax = axes_or_new(ax)
+    ax = style.axes_or_new(ax)
     for index, (name, line) in enumerate(lines.items()):
-        label = label_with_note(name, describe_hidden(line))
+        label = style.label_with_note(name, style.describe_hidden(line))
         _draw_epochs(ax, index, x, np.where(np.isfinite(line) & (line > 0), line, np.nan), label, shades[name])
-    log_scale(ax, "y")
+    style.log_scale(ax, "y")
     ax.set_ylabel(quantity)
-    legend(ax)
+    style.legend(ax)
     return ax
 
 
@@ -144,7 +131,7 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         TypeError: not a dict of lists of matrices.
         ValueError: fewer than two names, different numbers or shapes of matrices, or a matrix too large to make dense.
     """
-    items = require_mapping(matrices, "matrices", "{name: [matrix at every epoch]}").items()
+    items = style.require_mapping(matrices, "matrices", "{name: [matrix at every epoch]}").items()
     if len(items) < 2:
         raise ValueError(f"matrices: expected at least two to compare, found {', '.join(map(str, matrices))} only")
     for name, series in items:
@@ -159,22 +146,22 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         directions = {name: _direction(series[epoch], f"{name} at {epoch}", first[epoch]) for name, series in items}
         for pair, (one, other) in names.items():
             angles[pair].append(_angle(directions[one], directions[other], pair))
-    ax = axes_or_new(ax)
+    ax = style.axes_or_new(ax)
     for index, (pair, line) in enumerate(angles.items()):
         missing = int(np.isnan(line).sum())
         note = f"{missing} of a matrix that is zero or not finite" if missing else ""
-        _draw_epochs(ax, index, x, np.array(line), label_with_note(pair, note))
+        _draw_epochs(ax, index, x, np.array(line), style.label_with_note(pair, note))
     ax.set(ylabel="angle between matrices [degrees]")
     ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # show the full width of a line at zero
-    legend(ax)
+    style.legend(ax)
     return ax
 
 
-def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> dict[float, Array]:
+def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], style.Array]) -> dict[float, style.Array]:
     """Errors of one estimator by number of vectors, ascending."""
-    errors_by_count: dict[float, Array] = {}
-    for k, row in require_mapping(rows, name, "{k: estimates}").items():
-        (count,) = to_array([k], f"{name}: number of vectors")
+    errors_by_count: dict[float, style.Array] = {}
+    for k, row in style.require_mapping(rows, name, "{k: estimates}").items():
+        (count,) = style.to_array([k], f"{name}: number of vectors")
         if not (count > 0 and math.isfinite(count)):
             raise ValueError(f"{name}: expected positive numbers of vectors, found {k}")
         errors_by_count[float(count)] = errors = np.atleast_1d(error_of(row, f"{name}, k={k}")).flatten()
@@ -183,20 +170,20 @@ def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> di
     return dict(sorted(errors_by_count.items()))
 
 
-def _given_errors(row: Any, what: str) -> Array:
+def _given_errors(row: Any, what: str) -> style.Array:
     if isinstance(row, Mapping | Operator | Estimate):
         raise TypeError(f"{what}: expected errors, found {type(row).__name__}: to have them computed, give exact=")
-    return to_array(row, what)
+    return style.to_array(row, what)
 
 
-def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
+def _distance_to(exact: Any) -> Callable[[Any, str], style.Array]:
     """Return a function that gives the relative errors of an estimate or a list of them."""
     target = _entries(exact, "exact")
     norm = np.linalg.norm(target)
     if not (norm > 0 and math.isfinite(norm)):
         raise ValueError(f"exact: an error relative to it needs a norm that is finite and not zero, found {norm:.3g}")
 
-    def errors(row: Any, what: str) -> Array:
+    def errors(row: Any, what: str) -> style.Array:
         several = isinstance(row, list | tuple) and not isinstance(row, Estimate)
         vectors = [_entries(one, what, exact) for one in (row if several else [row])]
         for entries in vectors:
@@ -206,10 +193,10 @@ def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
     return errors
 
 
-def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
+def _epochs(lengths: Mapping[str, int], epochs: Any) -> style.Array:
     """The epochs, one per value."""
     different = len(set(lengths.values())) > 1
-    x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else to_vector(epochs, "epochs")
+    x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else style.to_vector(epochs, "epochs")
     if different or x.size not in lengths.values() or not x.size:
         counts = ", ".join(f"{count} for {name}" for name, count in lengths.items())
         given = "" if epochs is None else f" and {x.size} epochs"
@@ -217,14 +204,14 @@ def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
     return x
 
 
-def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str, colour: str | None = None) -> None:
-    ax.plot(x, y, **line_style(index, colour), marker="o" if x.size < 50 else None, markersize=4, label=label)
+def _draw_epochs(ax: Axes, index: int, x: style.Array, y: style.Array, label: str, colour: str | None = None) -> None:
+    ax.plot(x, y, **style.line_style(index, colour), marker="o" if x.size < 50 else None, markersize=4, label=label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(True, which="major", alpha=0.3)
 
 
-def _entries(matrix: Any, what: str, like: Any = None) -> Array:
+def _entries(matrix: Any, what: str, like: Any = None) -> style.Array:
     """All entries, flattened; those of a dict in the order of its names, or of those of `like` if that is a dict."""
     if isinstance(matrix, Operator | Estimate):
         matrix = matrix.to_dense() if isinstance(matrix, Operator) else matrix.value
@@ -236,22 +223,22 @@ def _entries(matrix: Any, what: str, like: Any = None) -> Array:
         parts = [matrix[name] for name in names]
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"{what}: expected an operator, a tensor or a dict of tensors, found {type(matrix).__name__}")
-    return np.concatenate([to_array(part, what).flatten() for part in parts])
+    return np.concatenate([style.to_array(part, what).flatten() for part in parts])
 
 
-def _require_one_shape(one: Array, other: Array, what: str) -> None:
+def _require_one_shape(one: style.Array, other: style.Array, what: str) -> None:
     if one.shape != other.shape:
         raise ValueError(f"{what}: expected matrices of one shape, found {one.size} and {other.size} entries")
 
 
-def _direction(matrix: Any, what: str, like: Any) -> Array:
+def _direction(matrix: Any, what: str, like: Any) -> style.Array:
     """All entries, flattened and normalized; nan if the matrix is zero or not finite."""
     entries = _entries(matrix, what, like)
     norm = np.linalg.norm(entries) or math.nan
     return entries / (norm if math.isfinite(norm) else math.nan)
 
 
-def _angle(one: Array, other: Array, what: str) -> float:
+def _angle(one: style.Array, other: style.Array, what: str) -> float:
     """The angle in degrees; the arc cosine of the inner product would lose half the digits of small angles."""
     _require_one_shape(one, other, what)
     return math.degrees(2 * math.atan2(float(np.linalg.norm(one - other)), float(np.linalg.norm(one + other))))

@@ -13,22 +13,7 @@ from torch import Tensor
 from curvature import operators
 from curvature.linalg import eigenvalue_rounding
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator
-from curvature.plots.style import (
-    CURVATURE_UNIT,
-    Array,
-    axes_or_new,
-    colours,
-    describe_hidden,
-    label_with_note,
-    layers_of,
-    legend,
-    line_style,
-    log_scale,
-    ordered_line_styles,
-    require_mapping,
-    to_array,
-    to_vector,
-)
+from curvature.plots import style
 
 Spectrum = Operator | Tensor
 Density = Operator | tuple[Tensor, Tensor]
@@ -56,25 +41,25 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
             large for all eigenvalues (see `spectral_density`).
     """
     if isinstance(matrix, Operator):
-        items: Mapping[str, Any] = layers_of(matrix)
+        items: Mapping[str, Any] = style.layers_of(matrix)
     elif isinstance(matrix, Tensor):
         if matrix.ndim != 1:
             raise ValueError(f"matrix: expected an operator or eigenvalues (P,), found shape {tuple(matrix.shape)}")
         items = {"eigenvalues": matrix}
     else:
-        items = require_mapping(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
+        items = style.require_mapping(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
     lines = {name: _eigenvalues(item, name) for name, item in items.items()}
-    ax = axes_or_new(ax)
-    styles = ordered_line_styles([str(name) for name in lines])
-    for style, (name, (values, rounding)) in zip(styles, lines.items(), strict=True):
+    ax = style.axes_or_new(ax)
+    styles = style.ordered_line_styles([str(name) for name in lines])
+    for options, (name, (values, rounding)) in zip(styles, lines.items(), strict=True):
         shown = np.sort(values[np.isfinite(values) & (values > rounding)])[::-1]
-        label = label_with_note(str(name), describe_hidden(values, rounding))
+        label = style.label_with_note(str(name), style.describe_hidden(values, rounding))
         marker = "." if shown.size < 50 else None
-        ax.plot(np.arange(1, shown.size + 1), shown, **style, marker=marker, label=label)
-    log_scale(ax, "x", "y")
-    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {CURVATURE_UNIT}")
+        ax.plot(np.arange(1, shown.size + 1), shown, **options, marker=marker, label=label)
+    style.log_scale(ax, "x", "y")
+    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {style.CURVATURE_UNIT}")
     ax.grid(True, which="major", alpha=0.3)
-    legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
+    style.legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
     return ax
 
 
@@ -99,29 +84,31 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
             zero everywhere or not finite.
     """
     by_name = isinstance(matrix, Mapping)
-    items = require_mapping(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
+    expected = "{name: operator or (grid, density)}"
+    items = style.require_mapping(matrix, "matrix", expected) if by_name else {"matrix": matrix}
     lines = {str(name): _density(item, str(name)) for name, item in items.items()}
-    ax = axes_or_new(ax)
+    ax = style.axes_or_new(ax)
     limits = list(ax.get_ylim()) if ax.has_data() else []
     ax.set_yscale("log", nonpositive="clip")
-    shades = colours([*(str(line.get_label()) for line in ax.lines), *lines])
+    shades = style.colours([*(str(line.get_label()) for line in ax.lines), *lines])
     for name, (x, y) in lines.items():
-        ax.plot(x, y, **line_style(len(ax.lines), shades[name] if by_name else None), label=name if by_name else None)
+        options = style.line_style(len(ax.lines), shades[name] if by_name else None)
+        ax.plot(x, y, **options, label=name if by_name else None)
         limits += [_lowest_peak(y) / 10, 3 * y.max()]
     ax.set_ylim(min(limits), max(limits))
-    ax.set(xlabel=f"eigenvalue {CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
+    ax.set(xlabel=f"eigenvalue {style.CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
     ax.grid(True, which="major", alpha=0.3)
     if by_name:
-        legend(ax)
+        style.legend(ax)
     return ax
 
 
-def _density(item: Any, name: str) -> tuple[Array, Array]:
+def _density(item: Any, name: str) -> tuple[style.Array, style.Array]:
     """The checked grid and density."""
     pair = operators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
-    x, y = to_vector(pair[0], f"{name}: grid"), to_vector(pair[1], f"{name}: density")
+    x, y = style.to_vector(pair[0], f"{name}: grid"), style.to_vector(pair[1], f"{name}: density")
     if x.shape != y.shape:
         raise ValueError(f"{name}: expected grid and density of the same length, found {x.size} and {y.size}")
     if not (np.diff(x) > 0).all():
@@ -131,21 +118,21 @@ def _density(item: Any, name: str) -> tuple[Array, Array]:
     return x, y
 
 
-def _lowest_peak(density: Array) -> float:
+def _lowest_peak(density: style.Array) -> float:
     """The height of the lowest peak that may hold an eigenvalue."""
     bounded = np.concatenate([[0.0], density, [0.0]])
     peaks = density[(density >= bounded[:-2]) & (density > bounded[2:])]
     return float(min(peaks[peaks > MIN_PEAK * density.max()].min(), density.max() / 100))
 
 
-def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
+def _eigenvalues(item: Any, name: str) -> tuple[style.Array, style.Array]:
     """Eigenvalues and the rounding error of each."""
     if isinstance(item, Operator):
         values, rounding = _spectrum(item)
-        return to_array(values, name).flatten(), to_array(rounding, name).flatten()
+        return style.to_array(values, name).flatten(), style.to_array(rounding, name).flatten()
     if not isinstance(item, Tensor):
         raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
-    entries = to_array(item, name)
+    entries = style.to_array(item, name)
     if not entries.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
     # The diagonal of a weight is two-dimensional, too, but hardly ever symmetric.

@@ -13,21 +13,9 @@ from matplotlib.collections import LineCollection
 from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from curvature.plots.style import (
-    COLOURS,
-    CURVATURE_UNIT,
-    Array,
-    axes_grid,
-    colours,
-    describe_hidden,
-    label_with_note,
-    line_style,
-    log_scale,
-    require_mapping,
-    to_vector,
-)
+from curvature.plots import style
 
-Points = tuple[Array, Array]  # steps and values, (S,) each
+Points = tuple[style.Array, style.Array]  # steps and values, (S,) each
 Run = dict[str, Points]  # the known values by key of the history
 
 
@@ -83,7 +71,7 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
         ValueError: an empty history, a history without values to draw, or a wrong number of axes.
     """
     several = isinstance(history, Mapping)
-    items = require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
+    items = style.require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
     entries_by_name = {k: run.history if isinstance(run, HasHistory) else run for k, run in items.items()}
     runs = {str(name): _run(entries, str(name)) for name, entries in entries_by_name.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
@@ -112,20 +100,20 @@ def _run(entries: Any, name: str) -> Run:
     if wrong := [type(entry).__name__ for entry in entries if not isinstance(entry, Mapping)]:
         raise TypeError(f"{name}: expected a dict for each step, found {', '.join(dict.fromkeys(wrong))}")
     numbered = all(entry.get("step") is not None for entry in entries)
-    steps = to_vector([entry["step"] if numbered else k for k, entry in enumerate(entries)], f"{name}: step")
+    steps = style.to_vector([entry["step"] if numbered else k for k, entry in enumerate(entries)], f"{name}: step")
     if not np.isfinite(steps).all():
         raise ValueError(f"{name}: step: expected finite numbers, found {steps[~np.isfinite(steps)][0]}")
     run = {"step": (steps, steps)}
     for key in (*PANELS, *EVENT_MARKS, "accepted"):
         given = [k for k, entry in enumerate(entries) if entry.get(key) is not None]
         if given:
-            run[key] = steps[given], to_vector([entries[k][key] for k in given], f"{name}: {key}")
+            run[key] = steps[given], style.to_vector([entries[k][key] for k in given], f"{name}: {key}")
     return run
 
 
 def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
     if ax is not None:
-        return axes_grid(ax, panels, ["a panel"])[:, 0]
+        return style.axes_grid(ax, panels, ["a panel"])[:, 0]
     size = PANEL_WIDTH, PANEL_HEIGHT * len(panels) + 0.6  # room for the legend
     return plt.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
 
@@ -137,9 +125,8 @@ def _curves(
     for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, y = run.get(key, NO_POINTS)
         seen = np.isfinite(y) & ((y > 0) | (not log))
-        _draw(
-            ax, index, colour, x, np.where(seen, y, np.nan), _label(name, names, len(runs), describe_hidden(y[~seen]))
-        )
+        note = style.describe_hidden(y[~seen])
+        _draw(ax, index, colour, x, np.where(seen, y, np.nan), _label(name, names, len(runs), note))
     if log:
         _readable_log_scale(ax)
     ax.set_ylabel(label)
@@ -155,11 +142,11 @@ def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> No
     for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, y = run.get("ratio", NO_POINTS)
         shown = np.clip(y, MIN_RATIO, MAX_RATIO)
-        _draw(ax, index, colour, x, shown, _label(name, names, len(runs), describe_hidden(y[np.isnan(y)])))
+        _draw(ax, index, colour, x, shown, _label(name, names, len(runs), style.describe_hidden(y[np.isnan(y)])))
         for beyond, arrow in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
             if beyond.any():
-                style: dict[str, Any] = {"color": colour, "ls": "", "clip_on": False}
-                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _size_factor(x), zorder=3, **style)
+                options: dict[str, Any] = {"color": colour, "ls": "", "clip_on": False}
+                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _size_factor(x), zorder=3, **options)
     for value in RATIO_GUIDES:
         ax.axhline(value, color="grey", lw=1.0, ls="-" if value == 1 else ":", zorder=1)
     ax.set_ylim(MIN_RATIO, MAX_RATIO)
@@ -174,36 +161,36 @@ def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
     for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, seconds = run.get("seconds", NO_POINTS)
         y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
-        label = _label(name, names, len(runs), describe_hidden(seconds[np.isnan(y)]))
+        label = _label(name, names, len(runs), style.describe_hidden(seconds[np.isnan(y)]))
         ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
         for key, (marker, size, text) in EVENT_MARKS.items():
             steps, happened = run.get(key, NO_POINTS)
             there = np.isin(x, steps[happened > 0])
             if there.any():
-                style: dict[str, Any] = {
+                options: dict[str, Any] = {
                     "color": colour,
                     "mfc": "none",
                     "markersize": size * _size_factor(x),
                     "alpha": 0.8,
                 }
-                ax.plot(x[there], y[there], marker, **style, label=None if key in marked else text)
+                ax.plot(x[there], y[there], marker, **options, label=None if key in marked else text)
                 marked.add(key)
         if np.isfinite(y).any():
             middle = float(np.nanmedian(y))
             text = f"median {middle:.3g} ms" if len(runs) == 1 else f"{name}: median {middle:.3g} ms"
-            style = line_style(index) | {
+            options = style.line_style(index) | {
                 "lw": 1.0,
                 "zorder": 3,
                 "color": "black",
             }  # on top of points of the run's colour
-            ax.plot([x.min(), x.max()], [middle, middle], **style, label=text)
+            ax.plot([x.min(), x.max()], [middle, middle], **options, label=text)
     _readable_log_scale(ax)
     ax.set_ylabel("time per step\n[ms]")
 
 
 PANELS: dict[str, Callable[[Axes, Mapping[str, Run], Sequence[str] | None], None]] = {
     "loss": _loss,
-    "damping": partial(_curves, key="damping", label=f"damping\n{CURVATURE_UNIT}"),
+    "damping": partial(_curves, key="damping", label=f"damping\n{style.CURVATURE_UNIT}"),
     "step_size": partial(_curves, key="step_size", label="step size"),
     "ratio": _ratio,
     "seconds": _time,
@@ -214,26 +201,26 @@ def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str
     """The legend of the first panel names all runs, the others only those with a note."""
     if not note:
         return name if names else None
-    return label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
+    return style.label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
 
 
 def _with_colours(runs: Mapping[str, Run]) -> list[tuple[str, Run, str]]:
-    return [(name, run, colour) for (name, run), colour in zip(runs.items(), colours(runs).values(), strict=True)]
+    return [(name, run, colour) for (name, run), colour in zip(runs.items(), style.colours(runs).values(), strict=True)]
 
 
-def _draw(ax: Axes, index: int, colour: str, x: Array, y: Array, label: str | None) -> None:
-    style = line_style(index, colour)
-    style["lw"] *= 0.7 * _size_factor(x)  # runs are noisy
-    ax.plot(x, y, **style, marker="." if x.size < 50 else None, label=label)
+def _draw(ax: Axes, index: int, colour: str, x: style.Array, y: style.Array, label: str | None) -> None:
+    options = style.line_style(index, colour)
+    options["lw"] *= 0.7 * _size_factor(x)  # runs are noisy
+    ax.plot(x, y, **options, marker="." if x.size < 50 else None, label=label)
 
 
-def _size_factor(x: Array) -> float:
+def _size_factor(x: style.Array) -> float:
     return 1.0 if x.size <= MANY_STEPS else 0.5
 
 
 def _readable_log_scale(ax: Axes) -> None:
     """A log scale that also labels numbers within a decade if the axis spans little more."""
-    log_scale(ax, "y")
+    style.log_scale(ax, "y")
     ax.yaxis.set_major_locator(LogLocator(numticks=5))
     ax.yaxis.set_major_formatter(PlainNumbers())
     ax.yaxis.set_minor_formatter(PlainNumbers(labelOnlyBase=False, minor_thresholds=(1.5, 0.6)))
@@ -249,7 +236,7 @@ def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bo
         text = f"{rejected.size} step{'s' * (rejected.size > 1)} rejected"
         lines = LineCollection(
             [[(step, 0.0), (step, 1.0)] for step in rejected],
-            colors=colour if several else COLOURS[1],
+            colors=colour if several else style.COLOURS[1],
             linewidths=0.9,
             alpha=min(0.35, max(0.08, 15 / rejected.size)),  # many lines form a shade that the curves show through
             zorder=1.5,
@@ -259,7 +246,7 @@ def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bo
         ax.add_collection(lines, autolim=False)
 
 
-def _finish(ax: Axes, steps: Array) -> None:
+def _finish(ax: Axes, steps: style.Array) -> None:
     margin = 0.02 * (steps.max() - steps.min()) or 0.5
     ax.set_xlim(steps.min() - margin, steps.max() + margin)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

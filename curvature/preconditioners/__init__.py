@@ -12,9 +12,9 @@ from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.least_squares import LeastSquares
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks, residual_inverses
-from curvature.preconditioners.statistics import CurvatureStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
 
 __all__ = [
-    "Block", "CurvatureStore", "CurvatureStatistics", "LeastSquares", "ResidualBlock", "BlockDiagonalCurvature",
-    "FullCurvature", "KroneckerBlock", "invert", "residual_blocks", "residual_inverses",
+    "BatchFacts", "Block", "BlockDiagonalCurvature", "CurvatureStatistics", "CurvatureStore", "FullCurvature",
+    "KroneckerBlock", "LeastSquares", "ResidualBlock", "invert", "residual_blocks", "residual_inverses",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision, look, stack, widen, without_autocast
-from curvature.operators import Named
 from curvature.preconditioners.block import Block, BlockStatistics, grouped
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRangeBlock
-from curvature.preconditioners.statistics import CurvatureStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.terms import (
     Convolution,
@@ -44,8 +42,6 @@ MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, a
 
 UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"
 
-NOTHING: Named = MappingProxyType({})
-
 Shapes = Sequence[tuple[int, ...]]  # of the parameters of a block
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -60,25 +56,9 @@ class CurvatureStore:
         self.blocks: list[Block] = []
 
     def measure(
-        self,
-        tape: Tape,
-        outputs: Sequence[Tensor],
-        vectors: Sequence[Tensor],
-        count: int,
-        rank: int = 0,
-        world_size: int = 1,
-        displacement: Named = NOTHING,
-        independent: bool = False,
+        self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
-        """Statistics of a recorded pass.
-
-        Args:
-            vectors: (k, *shape), sent back from each of the outputs.
-            count: number of samples in the pass.
-            rank, world_size: this process, and the number of processes that share the batch.
-            displacement: of parameters, by name, along which to measure changes, too.
-            independent: whether all entries of the vectors are independent, with mean zero.
-        """
+        """Statistics of a recorded pass, given vectors (k, *shape), sent back from each of the outputs."""
         raise NotImplementedError
 
     def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
@@ -171,51 +151,32 @@ class BlockDiagonalCurvature(CurvatureStore):
         return found
 
     def measure(
-        self,
-        tape: Tape,
-        outputs: Sequence[Tensor],
-        vectors: Sequence[Tensor],
-        count: int,
-        rank: int = 0,
-        world_size: int = 1,
-        displacement: Named = NOTHING,
-        independent: bool = False,
+        self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
         total, known = CurvatureStatistics(), len(self.blocks)
-        self.learn_axes(tape, outputs, count)
+        self.learn_axes(tape, outputs, batch.count)
         order = list(tape.parameters)
         for k in range(len(vectors[0])):
-            sent, samples = [v[k] for v in vectors], count if k == 0 else 0
-            total.add_(
-                self._measure_vector(tape, outputs, sent, count, samples, rank, world_size, displacement, independent)
-            )
+            samples = batch.count if k == 0 else 0
+            total.add_(self._measure_vector(tape, outputs, [v[k] for v in vectors], samples, batch))
         self.blocks[known:] = sorted(self.blocks[known:], key=lambda block: order.index(block.names[0]))
         return total
 
     def _measure_vector(
-        self,
-        tape: Tape,
-        outputs: Sequence[Tensor],
-        sent: Sequence[Tensor],
-        count: int,
-        samples: int,
-        rank: int,
-        world_size: int,
-        displacement: Named,
-        independent: bool,
+        self, tape: Tape, outputs: Sequence[Tensor], sent: Sequence[Tensor], samples: int, batch: BatchFacts
     ) -> CurvatureStatistics:
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
-        noise = sent if independent else ()
+        noise = sent if batch.independent else ()
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
-            found.add_(self.measure_terms(tape, terms, samples, rank, world_size))
-            changes.update(self._changes(terms, displacement, count))
+            found.add_(self.measure_terms(tape, terms, samples, batch.rank, batch.world_size))
+            changes.update(self._changes(terms, batch))
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
-            terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, count), others)
+            terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), others)
             terms = {name: [_told(term, noise, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
@@ -225,13 +186,13 @@ class BlockDiagonalCurvature(CurvatureStore):
         found.along = _energies(changes)
         return found
 
-    def _changes(self, terms: Mapping[str, Sequence[Term]], displacement: Named, count: int) -> dict[str, Tensor]:
+    def _changes(self, terms: Mapping[str, Sequence[Term]], batch: BatchFacts) -> dict[str, Tensor]:
         """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
         found: dict[str, Tensor] = {}
-        for block in self.blocks if displacement else ():
-            names = [name for name in block.names if terms.get(name) and name in displacement]
-            if names and all(len(term) == count for name in names for term in terms[name]):
-                pairs = ((terms[name], displacement[name]) for name in names)
+        for block in self.blocks if batch.displacement else ():
+            names = [name for name in block.names if terms.get(name) and name in batch.displacement]
+            if names and all(len(term) == batch.count for name in names for term in terms[name]):
+                pairs = ((terms[name], batch.displacement[name]) for name in names)
                 found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
         return found
 
@@ -242,24 +203,17 @@ class BlockDiagonalCurvature(CurvatureStore):
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
     def measure_backprops(
-        self,
-        tape: Tape,
-        backprops: Sequence[Tensor | None],
-        count: int,
-        whole: Mapping[str, Tensor],
-        rank: int = 0,
-        world_size: int = 1,
-        displacement: Named = NOTHING,
+        self, tape: Tape, backprops: Sequence[Tensor | None], whole: Mapping[str, Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
         """Statistics of a pass whose graph is gone, from the backprops of the loss's own backward pass.
 
         Args:
             whole: sums over the batch by name, for parameters whose per-sample gradients the backprops do not tell.
         """
-        terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, count), set(whole))
+        terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
-        found = self.measure_terms(tape, terms, count, rank, world_size)
-        found.along = _energies(self._changes(terms, displacement, count))
+        found = self.measure_terms(tape, terms, batch.count, batch.rank, batch.world_size)
+        found.along = _energies(self._changes(terms, batch))
         return found
 
     def weighted_gradients(
@@ -297,8 +251,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
-        dense = [max(sizes) for sizes, flat in zip(scheme.block_sizes, scheme.diagonal, strict=True) if not flat]
-        is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
+        sides = list(zip(scheme.kinds, scheme.block_sizes, strict=True))
+        rows = max((max(sizes) for kind, sizes in sides if not kind.is_diagonal), default=0)
+        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind, _ in sides)
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"

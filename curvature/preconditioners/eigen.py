@@ -9,27 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker import (
-    Basis,
-    DiagonalMatrix,
-    EigenInverse,
-    Matrix,
-    Scheme,
-    SideStatistics,
-    carry_diagonal,
-    eigenbases,
-    nonzero_or_one,
-)
+from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
 from curvature.preconditioners.block import Due
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
-Matrices = tuple[Matrix, Matrix]  # U_B and U_A
+Matrices = tuple[kronecker.Matrix, kronecker.Matrix]  # U_B and U_A
 MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
 
 
-def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
+def _some_squares(basis: kronecker.Basis, count: int, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
     """Sum over `count` samples of their squared gradients in a basis, from fewer of many, as in `subsample_samples`."""
     total = world_size * count
     stride = 1 if max(term.places for term in terms) == 1 else max(1, min(total // MIN_SAMPLES, count))
@@ -41,7 +31,7 @@ def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, wor
 
 
 @dataclass
-class EigenStatistics(SideStatistics):
+class EigenStatistics(kronecker.SideStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
 
     Attributes:
@@ -66,7 +56,7 @@ class EigenStatistics(SideStatistics):
         """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
-        return self.squares if is_same else carry_diagonal(self.squares, self.basis, basis)
+        return self.squares if is_same else kronecker.carry_diagonal(self.squares, self.basis, basis)
 
     def scale_vectors_(self, times: float) -> None:
         super().scale_vectors_(times)
@@ -107,7 +97,7 @@ class EigenBlock(KroneckerBlock):
     broadcast_fields = ("inverse", "values", "row_values", "column_values")
     state_fields = (*KroneckerBlock.state_fields, "values", "seen", "row_values", "column_values")
 
-    def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
+    def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names, scheme)
         self.values: Tensor | None = None
         self.seen = 0  # updates of `values`
@@ -139,7 +129,7 @@ class EigenBlock(KroneckerBlock):
 
     def _squares(self, terms: Sequence[Term], matrices: Matrices, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = Basis(self.scheme, *(None if isinstance(m, DiagonalMatrix) else m.entries for m in matrices))
+        basis = kronecker.Basis(self.scheme, *(matrix.vectors for matrix in matrices))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
@@ -182,7 +172,7 @@ class EigenBlock(KroneckerBlock):
         both = (True, True)
         pairs = [(b, due.get(b.names[0], both) if b.is_ready and not b.failures else both) for b in blocks]
         turning = [side for b, own in pairs for side, is_due in zip(b.sides, own, strict=True) if is_due]
-        found = iter(eigenbases(turning))
+        found = iter(kronecker.eigenbases(turning))
         for block, (rows_due, columns_due) in pairs:
             rows = next(found) if rows_due else (block.row_values, block.basis[0])
             columns = next(found) if columns_due else (block.column_values, block.basis[1])
@@ -193,16 +183,16 @@ class EigenBlock(KroneckerBlock):
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            carried = carry_diagonal(self.values, self.basis, (rows, columns))
+            carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
             self.values = self._evened(carried, (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = EigenInverse(rows, columns, self._inverted(damping, share)).owned()
+        self.inverse = kronecker.EigenInverse(rows, columns, self._inverted(damping, share)).owned()
 
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
         for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
-            if not isinstance(matrix, DiagonalMatrix) and eigenvalues is not None:
+            if matrix.vectors is not None and eigenvalues is not None:
                 is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))
                 is_null = is_null.unsqueeze(3 - dim)
                 mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)
@@ -212,7 +202,7 @@ class EigenBlock(KroneckerBlock):
     def _inverted(self, damping: float, share: float) -> Tensor:
         assert self.values is not None and self.row_values is not None and self.column_values is not None
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
-        mean_b, mean_a = nonzero_or_one(b.mean(1, keepdim=True)), nonzero_or_one(a.mean(2, keepdim=True))
+        mean_b, mean_a = (kronecker.nonzero_or_one(x.mean(dim, keepdim=True)) for x, dim in ((b, 1), (a, 2)))
         return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
 
     @property

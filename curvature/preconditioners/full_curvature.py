@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from curvature.gradients import Jacobian, layers_of
 from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
-from curvature.preconditioners.block_diagonal import NOTHING, CurvatureStore, Named
+from curvature.preconditioners.block_diagonal import CurvatureStore
 from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock, WoodburyBlock
-from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics
 from curvature.preconditioners.truncated_cg import ConjugateGradientBlock
 from curvature.recording import Tape
 
@@ -37,26 +37,16 @@ class FullCurvature(CurvatureStore):
         self.kind = SOLVERS[solver]
 
     def measure(
-        self,
-        tape: Tape,
-        outputs: Sequence[Tensor],
-        vectors: Sequence[Tensor],
-        count: int,
-        rank: int = 0,
-        world_size: int = 1,
-        displacement: Named = NOTHING,
-        independent: bool = False,
+        self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
-        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`."""
+        """The rows of a recorded pass."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         self._arrange(jacobian.shapes, self._layers(tape, jacobian))
-        found = CurvatureStatistics(
-            rows=RowStatistics([jacobian], count), along=self._along(jacobian, displacement, count)
-        )
+        found = CurvatureStatistics(rows=RowStatistics([jacobian], batch.count), along=self._along(jacobian, batch))
         for block in self.blocks:
             if isinstance(block, ConjugateGradientBlock):
                 for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
-                    found.add_(block.factors.measure_terms(tape, dict(terms), count if k == 0 else 0))
+                    found.add_(block.factors.measure_terms(tape, dict(terms), batch.count if k == 0 else 0))
         return found
 
     def _layers(self, tape: Tape, jacobian: Jacobian) -> list[tuple[str, ...]]:
@@ -69,12 +59,12 @@ class FullCurvature(CurvatureStore):
         new = [name for name in shapes if name not in known and (tape.parameters[name].uses or jacobian.depends(name))]
         return kept + layers_of(tape, new)
 
-    def _along(self, jacobian: Jacobian, displacement: Named, count: int) -> dict[str, Tensor]:
+    def _along(self, jacobian: Jacobian, batch: BatchFacts) -> dict[str, Tensor]:
         """`CurvatureStatistics.along`; one block for all parameters needs none, for it predicts the same."""
-        blocks = [b.names for b in self.blocks if all(name in displacement for name in b.names)]
+        blocks = [b.names for b in self.blocks if all(name in batch.displacement for name in b.names)]
         if not self.layerwise or not blocks:
             return {}
-        changes = jacobian.columns(displacement, blocks) * (count**0.5 if self.is_sum else 1.0)
+        changes = jacobian.columns(batch.displacement, blocks) * (batch.count**0.5 if self.is_sum else 1.0)
         squares = changes.square().sum(0).unbind()
         own = {names[0]: square for names, square in zip(blocks, squares, strict=True)}
         return own | {"": changes.sum(1).square().sum()}

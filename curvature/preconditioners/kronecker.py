@@ -10,6 +10,7 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,20 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.kronecker import (
-    DiagonalSide,
-    KroneckerInverse,
-    Product,
-    Scheme,
-    Side,
-    SideStatistics,
-    SketchSide,
-    eigen_inverses,
-    factored_inverses,
-    inverse_of_state,
-    stored_entries,
-    subsample_samples,
-)
+from curvature import kronecker
 from curvature.preconditioners.block import Block, Due, grouped, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -52,27 +40,25 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
     layout_fields = ("scheme",)
-    statistics: type[SideStatistics] = SideStatistics
+    statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
-    def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
+    def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names)
         self.scheme = scheme
-        self.row_side: Side | None = None  # of the running average
-        self.column_side: Side | None = None
-        self.inverse: KroneckerInverse | None = None
+        self.row_side: kronecker.Side | None = None  # of the running average
+        self.column_side: kronecker.Side | None = None
+        self.inverse: kronecker.KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
-        scheme = asdict(self.scheme)
-        scheme["few"] = scheme.pop("sketched")  # as checkpoints call it
         rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
         inverse = {} if self.inverse is None else self.inverse.state()
-        return super().state() | {"scheme": scheme, "row_side": rows, "column_side": columns, "inverse": inverse}
+        own = {"scheme": asdict(self.scheme), "row_side": rows, "column_side": columns, "inverse": inverse}
+        return super().state() | own
 
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
-        changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
-        self.scheme = Scheme(**form | changed)
+        self.scheme = kronecker.Scheme.of_state(form | {"arrangement": AffineLayout(**form["arrangement"])})
         rows: Any = self.row_side
         columns: Any = self.column_side
         if rows is not None and columns is not None:
@@ -81,10 +67,10 @@ class KroneckerBlock(Block):
         self._load_inverse(pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse))
 
     def _load_inverse(self, state: Any) -> None:
-        self.inverse = inverse_of_state(state) if state else None
+        self.inverse = kronecker.inverse_of_state(state) if state else None
 
     @property
-    def sides(self) -> Product | None:
+    def sides(self) -> kronecker.Product | None:
         """Those of the running average; None before the first update."""
         return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
@@ -93,7 +79,7 @@ class KroneckerBlock(Block):
             return None
         here, found = self.scheme, self.statistics(self.scheme, samples=samples)
         for reading, parts in here.readings(terms).items():
-            moment, number = here.activations(subsample_samples(parts, here.sharing, rank, world_size))
+            moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(reading.activation_side, moment), number
             found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
         return found
@@ -118,8 +104,8 @@ class KroneckerBlock(Block):
     @property
     def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
-        is_matrix = len(here.shapes[0]) == 2 and here.groups == 1
-        return is_matrix and self.scheme.diagonal[1 if here.order == (1, 0) else 0]
+        is_matrix = all(len(shape) == 2 for shape in here.shapes) and here.groups == 1
+        return is_matrix and self.scheme.kinds[1 if here.order == (1, 0) else 0].is_diagonal
 
     @property
     def joint_form(self) -> Any:
@@ -158,12 +144,12 @@ class KroneckerBlock(Block):
         for (block, _), new, weight in zip(seen, news, weights, strict=True):
             block._average(new, weight)
 
-    def _average(self, new: Product, weight: float | Tensor) -> None:
-        old: tuple[Side | None, Side | None] = self.row_side, self.column_side
+    def _average(self, new: kronecker.Product, weight: float | Tensor) -> None:
+        old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
         rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
         if self.sides is not None:
-            moved = [relative_change(*map(_compared, pair)) for pair in zip(self.sides, (rows, columns), strict=True)]
-            self.drift = torch.stack(moved)
+            pairs = zip(self.sides, (rows, columns), strict=True)
+            self.drift = torch.stack([relative_change(one.compared(), other.compared()) for one, other in pairs])
         self.row_side, self.column_side = rows, columns
         self.updates += 1
 
@@ -175,13 +161,14 @@ class KroneckerBlock(Block):
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         products = [b.sides for b in blocks]
         # one of other damping has no inverses of sides, and that of a block that has failed may be of its diagonal
-        before = [None if b.failures or type(b.inverse) is not KroneckerInverse else b.inverse for b in blocks]
+        has_sides = lambda b: not b.failures and type(b.inverse) is kronecker.KroneckerInverse
+        before = [b.inverse if has_sides(b) else None for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
             sides = [due.get(b.names[0], (True, True)) for b in blocks]
-            inverses = factored_inverses(products, share, before, anew, sides)
+            inverses = kronecker.factored_inverses(products, share, before, anew, sides)
         else:
-            inverses = eigen_inverses(products, damping)
+            inverses = kronecker.eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
             block.inverse = inverse.owned()
             if damping is None and is_new:
@@ -191,7 +178,7 @@ class KroneckerBlock(Block):
     def without_correlations(self) -> Iterator[None]:
         before = self.row_side, self.column_side
         if self.sides is not None:
-            self.row_side, self.column_side = (DiagonalSide(side.diagonal()) for side in self.sides)
+            self.row_side, self.column_side = (kronecker.DiagonalSide(side.diagonal()) for side in self.sides)
         yield
         self.row_side, self.column_side = before
 
@@ -203,7 +190,7 @@ class KroneckerBlock(Block):
         return [part.to(g.dtype).contiguous() for part, g in zip(u, gradients, strict=True)]
 
     @staticmethod
-    def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
+    def joint_inverse(blocks: Sequence[Any]) -> kronecker.KroneckerInverse:
         """The inverses of blocks of one form as one, of which those of the blocks are parts from then on."""
         first, *others = (block.inverse for block in blocks)
         whole = first.stacked(others)
@@ -223,12 +210,9 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        here, dense = self.scheme, self.scheme.entries
-        averages = (
-            n if here.diagonal[k] or here.sketched[k] else here.arrangement.groups * stored_entries(here.block_sizes[k])
-            for k, n in enumerate(dense)
-        )
-        return (sum(averages) + sum(dense)) * here.dtype.itemsize
+        here, groups = self.scheme, self.scheme.arrangement.groups
+        sides = zip(here.kinds, here.block_sizes, strict=True)
+        return sum(kind.most_entries(groups, sizes) for kind, sizes in sides) * here.dtype.itemsize
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -240,22 +224,17 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.sides is None:
             return "not seen yet"
-        matrices = (None, None) if self.inverse is None else (self.inverse.rows, self.inverse.columns)
-        ranks = [None if matrix is None else matrix.rank for matrix in matrices]
+        matrices = () if self.inverse is None else (self.inverse.rows, self.inverse.columns)
+        few = [None if matrix.directions is None else matrix.directions.shape[2] for matrix in matrices]
         rows, columns = (
             side.describe() + ("" if rank is None else f" by {rank} eigenvalues")
-            for side, rank in zip(self.sides, ranks, strict=True)
+            for side, rank in itertools.zip_longest(self.sides, few)
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
 
 
-def _compared(side: Side) -> Tensor:
-    """What shows a change of a side: a sketch turns without one."""
-    return side.diagonal() if isinstance(side, SketchSide) else side.entries
-
-
-def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:
+def _traces(old: kronecker.Product | None, new: kronecker.Product) -> list[tuple[Tensor | None, Tensor]]:
     """Of both sides, old and new."""
     return [(None if old is None else old[k].diagonal().sum(), side.diagonal().sum()) for k, side in enumerate(new)]
 
@@ -266,19 +245,11 @@ def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
         return None
     form = block.joint_form
-    is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None
+    has_moments = not any(kind.takes_rows for kind in block.scheme.kinds)
+    is_plain = block.scheme.arrangement.order is None and has_moments and form is not None
     is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
-    own = (
-        block.scheme,
-        form,
-        first.independent,
-        first.a.device,
-        first.a.shape,
-        first.b.shape,
-        first.a.dtype,
-        first.b.dtype,
-    )
-    return own if is_plain and is_small else None
+    both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
+    return (block.scheme, form, first.independent, *both) if is_plain and is_small else None
 
 
 def _side_by_side(terms: Sequence[Any], shape: tuple[int, ...]) -> OuterProduct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,24 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.preconditioners.block import BlockStatistics
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What is known of a recorded pass, beside what it computed.
+
+    Attributes:
+        count: number of samples.
+        rank, world_size: this process, and the number of processes that share the batch.
+        displacement: of parameters, by name, along which to measure changes, too.
+        independent: whether all entries of the vectors that are sent back are independent, with mean zero.
+    """
+
+    count: int
+    rank: int = 0
+    world_size: int = 1
+    displacement: Mapping[str, Tensor] = field(default_factory=dict)
+    independent: bool = False
 
 
 @dataclass

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvature.recording.compiled import (
-    EAGER_REQUESTS,
-    SubmoduleHooks,
-    force_eager_nonreentrant,
-    is_within_compiled,
-    running_frames,
-    unwrap_compiled,
-)
+from curvature.recording import compiled
 from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import trained_parameters
 from curvature.recording.tape import Tape, tensors_in
@@ -58,10 +51,10 @@ class Listener:
     ) -> None:
         self.model = weakref.ref(model)
         submodules = [module for module in model.modules() if module is not model] if inside else []
-        self.submodules = SubmoduleHooks(submodules, self.enter, self.leave)
+        self.submodules = compiled.SubmoduleHooks(submodules, self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Call] = []
-        self.is_wrapper = unwrap_compiled(model) is not model
+        self.is_wrapper = compiled.unwrap_compiled(model) is not model
         self.may_be_compiled = True
         self.missed = False  # whether a compiled pass went by since `expect`
         self.handles = [
@@ -77,7 +70,7 @@ class Listener:
         self.may_be_compiled |= self.missed
         self.missed = False
         self.submodules.forget()
-        EAGER_REQUESTS.set(self, wanted and self.may_be_compiled and not self.is_wrapper)
+        compiled.EAGER_REQUESTS.set(self, wanted and self.may_be_compiled and not self.is_wrapper)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -85,13 +78,14 @@ class Listener:
             return
         if not self._listens_to(module):
             return
-        if self.running and self.running[-1].frame not in running_frames():
+        if self.running and self.running[-1].frame not in compiled.running_frames():
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules.modules
         # a root that calls itself records once
         is_nested = bool(self.running) if is_submodule else any(call.recorder for call in self.running)
         tape = None if is_nested else self.start()
-        call = Call(sys._getframe(1), None if tape is None else RecordingMode(tape, unwrap_compiled(self.model())))
+        recorder = None if tape is None else RecordingMode(tape, compiled.unwrap_compiled(self.model()))
+        call = Call(sys._getframe(1), recorder)
         self.running.append(call)
         if call.recorder is None:
             return
@@ -99,8 +93,8 @@ class Listener:
             self.submodules.begin(module, list(tensors_in(args, kwargs)))
         else:
             self.submodules.remove()
-        self.may_be_compiled = is_within_compiled()
-        call.contexts.enter_context(force_eager_nonreentrant())
+        self.may_be_compiled = compiled.is_within_compiled()
+        call.contexts.enter_context(compiled.force_eager_nonreentrant())
         call.recorder.mark_as_data((args, kwargs))
         call.recorder.tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
         call.contexts.enter_context(call.recorder)
@@ -154,8 +148,8 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     chosen = None if parameters is None else trained_parameters(model, parameters)
-    tape = Tape(unwrap_compiled(model), chosen)
-    listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
+    tape = Tape(compiled.unwrap_compiled(model), chosen)
+    listener = Listener(compiled.unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:
         yield tape

@@ -144,7 +144,7 @@ def _from_gradients(
     if alone and isinstance(first, Convolution):
         return _from_convolutions(left, right, weights, patches)
     total = None
-    for part in _parts(weights, math.prod(first.shape)):
+    for part in parts(weights, math.prod(first.shape)):
         products = None
         for us, ws in zip(left, right, strict=True):
             x = gradients([term.samples(part) for term in us])
@@ -161,7 +161,7 @@ def _from_gradients(
     return total
 
 
-def _parts(weights: Tensor, each: int) -> Iterator[slice]:
+def parts(weights: Tensor, each: int) -> Iterator[slice]:
     """Samples of which so many entries each are made at a time."""
     is_cpu = weights.device.type == "cpu"
     most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
@@ -179,7 +179,7 @@ def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tenso
         patches.append(next(first.activations())[1])
     each = len(left) * max(math.prod(first.shape), first.shape[0] * places)
     total = None
-    for part in _parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS):
+    for part in parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS):
         a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
         x = _times_patches(left, part, a)
         products = x.square_() if right is left else x.mul_(_times_patches(right, part, a))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvature.gradients import computed_weights
+from curvature.preconditioners import BatchFacts
 from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
@@ -165,7 +166,7 @@ class LayerBackprops(LossBackprops):
 
         Where the samples are in the backprop of a use is not known, so these cannot be multiplied.
         """
-        found, processes, tape = arrival.found, self.teams.current().processes, arrival.found.tape
+        found, batch, tape = arrival.found, self._facts(arrival), arrival.found.tape
         each = factor.to(gradient.device) * found.signs().to(gradient.device)
         rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))
         vectors = (_widened(gradient) * rows).to(gradient.dtype)
@@ -175,10 +176,7 @@ class LayerBackprops(LossBackprops):
             use.edge = edge
         try:
             with torch.autocast(gradient.device.type, enabled=False):
-                measured = self.store.measure(
-                    tape, cast("list[Tensor]", edges[:1]), [vectors[None]], found.count, processes.rank,
-                    processes.size, found.displacement,
-                )  # fmt: skip
+                measured = self.store.measure(tape, cast("list[Tensor]", edges[:1]), [vectors[None]], batch)
         finally:
             self.is_measuring = False
             for use, edge in zip(tape.uses, before, strict=True):
@@ -228,8 +226,11 @@ class LayerBackprops(LossBackprops):
         if not any(arrival is own for own in self.arrived):
             self.arrived.append(arrival)
 
+    def _facts(self, arrival: Arrived) -> BatchFacts:
+        found, processes = arrival.found, self.teams.current().processes
+        return BatchFacts(found.count, processes.rank, processes.size, found.displacement)
+
     def deliver(self, scale: Callable[[], float]) -> None:
-        processes = self.teams.current().processes
         # passes that were measured before the scale was known are rescaled, and others with them
         unit = 1.0 if self.measured or not self.arrived else scale()
         for own in self.arrived:
@@ -237,9 +238,7 @@ class LayerBackprops(LossBackprops):
             times = partial(_times, each)
             backprops = [None if b is None else times(b) for b in own.backprops]
             whole, found = {name: times(g) for name, g in own.sums().items()}, own.found
-            measured = self.store.measure_backprops(
-                found.tape, backprops, found.count, whole, processes.rank, processes.size, found.displacement
-            )
+            measured = self.store.measure_backprops(found.tape, backprops, whole, self._facts(own))
             sums = OutputScale.in_metric(times(times(own.squares)), own.found.count)
             self.passes.total.add_(Measured(measured, sums))
         for sent in self.measured:
@@ -326,7 +325,7 @@ class LossRows(LossBackprops):
             each = each.to(rows.device, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
         vectors = (rows * each).detach()[None]
         with torch.autocast(gradient.device.type, enabled=False):
-            measured = self.store.measure(found.tape, [output], [vectors], found.count)
+            measured = self.store.measure(found.tape, [output], [vectors], BatchFacts(found.count))
         sums = OutputScale.in_metric(squares_along(output, vectors[0]), found.count)
         self.passes.total.add_(Measured(measured, sums))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvature.linalg import stack
 from curvature.losses import Injection, empirical, isotropic
 from curvature.operators import Named
-from curvature.preconditioners import CurvatureStore
+from curvature.preconditioners import BatchFacts, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import Teams
@@ -148,9 +148,8 @@ class Recorder:
         outputs, team = found.tensors, self.teams.current()
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
-            measured = self.store.measure(
-                tape, outputs, vectors, found.count, rank, size, self.displacement(), independent
-            )
+            batch = BatchFacts(found.count, rank, size, self.displacement(), independent)
+            measured = self.store.measure(tape, outputs, vectors, batch)
         trained = [node.tensor for node in tape.parameters.values()]
         self.passes.wait(Measured(measured, sums), found.sources, trained, team.statistics.discard)
         if size > 1:

@@ -255,6 +255,14 @@ def test_damaged_states(kind: type[KFAC], damage: str):
     assert str(other.state_dict()) == before
 
 
+def flat(inverse: dict[str, Any]) -> dict[str, Any]:
+    """The state of an inverse in the form of that version, in which shapes tell kinds apart."""
+    sides = inverse["rows"], inverse["columns"]
+    scales, sizes = (tuple(side.get(key, other) for side in sides) for key, other in (("scale", None), ("sizes", ())))
+    rows, columns = (side["entries"] for side in sides)
+    return {"rows": rows, "columns": columns, "values": inverse.get("values"), "shifts": scales, "cuts": sizes}
+
+
 def as_version_4(state: dict[str, Any]) -> dict[str, Any]:
     """A state in the form of that version, whose numbers were tensors, and whose energies were in the blocks."""
     state = copy.deepcopy(state)
@@ -268,8 +276,11 @@ def as_version_4(state: dict[str, Any]) -> dict[str, Any]:
         known = layers.get(name, {"measured": 0.0, "predicted": 0.0})
         block["energies"] = torch.tensor([known["measured"], known["predicted"]]) if known["measured"] else None
         if "scheme" in block:
-            inverse, block["scheme"]["compact"] = block["inverse"], False
-            inverse["packed"] = inverse["roots"] = False, False
+            block["inverse"] = inverse = flat(block["inverse"])
+            storage = block["scheme"].pop("storage")
+            block["scheme"]["diagonal"] = tuple(name == "diagonal" for name in storage)
+            block["scheme"]["few"] = tuple(name == "sketch" for name in storage)
+            block["scheme"]["compact"], inverse["packed"], inverse["roots"] = False, (False, False), (False, False)
             if inverse["values"] is None and inverse["columns"].ndim == 3:
                 inverse["columns"] = torch.linalg.cholesky(torch.linalg.inv(inverse["columns"]))
                 inverse["roots"] = False, True

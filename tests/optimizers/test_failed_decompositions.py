@@ -18,7 +18,7 @@ from curvature.kronecker.inverses import eigenbases
 from curvature.kronecker.sides import DenseSide
 from curvature.linalg import recovery_counts
 from curvature.linalg.decompositions import careful_spd_inverse, full_precision, symmetric_eigh, try_spd_inverse
-from curvature.preconditioners import BlockDiagonalCurvature, invert, residual_blocks
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
@@ -184,7 +184,7 @@ def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> Kronecke
     factors = BlockDiagonalCurvature(kind=kind)
     with curvature.capture(layer) as tape:
         output = layer(torch.ones(2, columns.shape[1]))
-    factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], 2), 0.9)
+    factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], BatchFacts(2)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     block.row_side, block.column_side = (block.scheme.side(k, x) for k, x in enumerate((rows, columns)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from curvature import capture
-from curvature.preconditioners import BlockDiagonalCurvature
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.recording import warn_once
 from optimizers import KFAC
 from optimizers.distributed.processes import Distributed
@@ -71,7 +71,7 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     with capture(model) as tape:
         output = model(x)
     vectors = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 5, 2)
-    passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], len(x))))
+    passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], BatchFacts(len(x)))))
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
     measured = part.gathered(passes, gradients, trained)
     assert not passes.total.curvature  # it is taken once

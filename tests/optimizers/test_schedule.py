@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import curvature.plots
-from curvature.kronecker import SketchSide
+from curvature.kronecker.sides import SketchSide
 from optimizers import EKFAC, KFAC
 from optimizers.schedule import DRIFT, Schedule
 from support.running_blocks import columns_of, rows_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvature import capture
 from curvature.kronecker import DiagonalSide, Side
-from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, CurvatureStatistics
 from support.cases.case import Raw, seeded
 
 N = 6
@@ -83,7 +83,7 @@ def measure(
 ) -> CurvatureStatistics:
     with capture(model) as tape:
         output = model(x)
-    return factors.measure(tape, [output], [vectors(output.detach())], len(output))
+    return factors.measure(tape, [output], [vectors(output.detach())], BatchFacts(len(output)))
 
 
 def recorded(

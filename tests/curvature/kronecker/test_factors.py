@@ -86,7 +86,7 @@ def test_convolutions(name: str, sharing: str, monkeypatch):
         close(total / number, moment)
     close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
     (reading,) = scheme.readings(terms["weight"])
-    assert reading == Reading(False, False) and scheme.diagonal == (False, False)
+    assert reading == Reading(False, False) and scheme.storage == ("dense", "dense")
 
 
 @each_convolution
@@ -196,7 +196,7 @@ def test_tables(name: str, sharing: str):
     else:
         expected = torch.stack([a.mean(0).square() for a in one_hot]).mean(0)
     close(total[0] / number, expected)
-    assert scheme.diagonal == (False, True) and (frozen < 0 or total[0, frozen] == 0)
+    assert scheme.storage == ("dense", "diagonal") and (frozen < 0 or total[0, frozen] == 0)
     b = []  # backprop of every look-up that counts
     for n, (line, kept) in enumerate(zip(looked_up, live, strict=True)):
         share = 1 / len(kept) if getattr(model.words, "mode", "sum") == "mean" else 1
@@ -248,7 +248,7 @@ def test_tied_decoder(name: str, sharing: str):
     parts = terms["words.weight"]
     scheme = scheme_of(model, "words.weight", terms, None, sharing)
     readings = scheme.readings(parts)
-    assert set(readings) == {Reading(True, True), Reading(False, False)} and scheme.diagonal == (True, False)
+    assert set(readings) == {Reading(True, True), Reading(False, False)} and scheme.storage == ("diagonal", "dense")
     h = model.inner(model.words(x)).tanh().detach()
     moment, outputs = means(h[:, :, None], v[:, :, None], sharing)
     decoder = readings[Reading(False, False)]
@@ -310,7 +310,7 @@ def test_a_large_side_is_its_diagonal():
     terms, _, _ = terms_of(model, x)
     whole, part = (Scheme.of(terms["weight"], [(2, 3), (2,)], torch.float64, "expand", limit) for limit in (4, 3))
     assert whole is not None and part is not None
-    assert (whole.diagonal, part.diagonal) == ((False, False), (False, True))
+    assert (whole.storage, part.storage) == (("dense", "dense"), ("dense", "diagonal"))
     close(part.activations(terms["weight"])[0], whole.activations(terms["weight"])[0].diagonal(dim1=1, dim2=2))
 
 

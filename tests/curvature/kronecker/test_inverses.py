@@ -9,7 +9,7 @@ from torch import Tensor
 from curvature.kronecker import EigenInverse, KroneckerInverse, Product, Side
 from curvature.kronecker.applied import DenseMatrix
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
-from curvature.kronecker.sides import DenseSide, DiagonalSide, SketchSide, compress, sketch_rows
+from curvature.kronecker.sides import DenseSide, DiagonalSide, SketchSide, compress
 
 pytestmark = pytest.mark.fast
 
@@ -99,7 +99,7 @@ def test_a_diagonal_beside_a_sketch():
     root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
     diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
     x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    sides: tuple[Side, Side] = DiagonalSide(diagonal), SketchSide(compress(sketch_rows(root)))
+    sides: tuple[Side, Side] = DiagonalSide(diagonal), SketchSide(compress(SketchSide.of_rows(root).entries))
     found = eigen_inverses([sides], 0.3)[0](x)
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature.kronecker.sides
-from curvature.kronecker.sides import PACKED_MIN_SIDE, DenseSide, PackedSide, stored_entries, stored_side
+from curvature.kronecker.sides import PACKED_MIN_SIDE, DenseSide, PackedSide
 from optimizers import EKFAC, KFAC
 
 LARGE = PACKED_MIN_SIDE + 1
@@ -49,9 +49,9 @@ def blocks_of(side: Tensor, cut: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(("d", "blocks"), [(2, (2,)), (4, (2, 2)), (LARGE, (LARGE,))])
 def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
     matrix = symmetric(2, d)
-    side = stored_side(matrix, blocks)
+    side = DenseSide.of(matrix, blocks)
     assert type(side) is (DenseSide if blocks == (2,) else PackedSide)
-    assert side.entries.numel() == 2 * stored_entries(blocks) and side.sizes == blocks
+    assert side.entries.numel() + 2 * d**2 == DenseSide.most_entries(2, blocks) and side.sizes == blocks
     assert torch.equal(side.dense(), torch.stack([torch.block_diag(*blocks_of(own, blocks)) for own in matrix]))
 
 

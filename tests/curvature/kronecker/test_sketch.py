@@ -19,10 +19,9 @@ from curvature.kronecker.sides import (
     DenseSide,
     SketchSide,
     compress,
-    sketch_rows,
     sketch_spectrum,
 )
-from curvature.preconditioners import BlockDiagonalCurvature
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
@@ -45,8 +44,8 @@ def dense(sketch: Tensor) -> Tensor:
 
 def test_few_rows_are_kept_exactly():
     a, b = rows(40), rows(50, seed=1)
-    first = SketchSide(sketch_rows(a)).scaled(1 / 40).averaged(None, 1.0)
-    side = SketchSide(sketch_rows(b)).scaled(1 / 50).averaged(first, 0.25)
+    first = SketchSide.of_rows(a).scaled(1 / 40).averaged(None, 1.0)
+    side = SketchSide.of_rows(b).scaled(1 / 50).averaged(first, 0.25)
     found = side.entries
     torch.testing.assert_close(dense(found), 0.75 * a.T @ a / 40 + 0.25 * b.T @ b / 50)
     gram = found[0, :-1] @ found[0, :-1].T
@@ -56,7 +55,7 @@ def test_few_rows_are_kept_exactly():
 
 def test_what_is_left_out_keeps_the_trace():
     a = rows(MAX_SKETCH_ROWS, decay=1.0)
-    found = compress(sketch_rows(a))
+    found = compress(SketchSide.of_rows(a).entries)
     assert found.shape == (1, SKETCH_RANK + 1, D)
     torch.testing.assert_close(dense(found).trace(), a.square().sum())
     values = torch.linalg.eigvalsh(a.T @ a).flip(0)
@@ -68,7 +67,7 @@ def test_what_is_left_out_keeps_the_trace():
 def test_many_rows_are_mixed():
     """4,000 rows as ROWS: the expected moment is theirs; the largest eigenvalue comes out within a tenth."""
     a = rows(4000, decay=1.0)
-    found = sketch_rows(a)
+    found = SketchSide.of_rows(a).entries
     assert found.shape == (1, MAX_SKETCH_ROWS + 1, D)
     torch.testing.assert_close(found.square().sum(), a.square().sum(), rtol=0.1, atol=0)
     torch.testing.assert_close(
@@ -77,9 +76,9 @@ def test_many_rows_are_mixed():
 
 
 def test_sums_stay_small():
-    side = SketchSide(sketch_rows(rows(MAX_SKETCH_ROWS)))
+    side = SketchSide.of_rows(rows(MAX_SKETCH_ROWS))
     for k in range(1, 5):
-        side = side.add_(SketchSide(sketch_rows(rows(MAX_SKETCH_ROWS, seed=k))))
+        side = side.add_(SketchSide.of_rows(rows(MAX_SKETCH_ROWS, seed=k)))
     total = side.entries
     assert total.shape[1] <= 2 * MAX_SKETCH_ROWS + 1
     exact = sum(rows(MAX_SKETCH_ROWS, seed=k).square().sum() for k in range(5))
@@ -96,8 +95,8 @@ def full(size: int) -> Tensor:
 @pytest.mark.parametrize("how", ["share", "damping"])
 def test_inverses(which: str, how: str):
     """Against those of the matrices that the sketches stand for."""
-    large = SketchSide(sketch_rows(rows(60, decay=0.5))).scaled(1 / 60).averaged(None, 1.0)
-    other = SketchSide(sketch_rows(rows(30, seed=1))).scaled(1 / 30).averaged(None, 1.0)
+    large = SketchSide.of_rows(rows(60, decay=0.5)).scaled(1 / 60).averaged(None, 1.0)
+    other = SketchSide.of_rows(rows(30, seed=1)).scaled(1 / 30).averaged(None, 1.0)
     small = DenseSide(full(20))
     products: dict[str, Product] = {"columns": (small, large), "rows": (large, small), "both": (other, large)}
     product = products[which]
@@ -193,7 +192,7 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
     factors = BlockDiagonalCurvature()
     with capture(layer) as tape:
         out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], count), 0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(count)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
@@ -210,7 +209,7 @@ def test_places_that_are_averaged_first_are_one_sample():
     factors = BlockDiagonalCurvature(sharing="reduce")
     with capture(layer) as tape:
         out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], 64), 0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(64)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)

@@ -117,8 +117,8 @@ def test_sides_of_an_inverse():
     (first,) = factored_inverses([product], DAMPING, [None], [True], BOTH)
     (found,) = factored_inverses([product], DAMPING, [first], [False], BOTH)
     (whole,) = factored_inverses([product], DAMPING, [None], [False], BOTH)
-    assert first.rows.rank == found.rows.rank is not None
-    assert found.columns.rank is None and whole.rows.rank is None and whole.columns.rank is None
+    assert first.rows.directions.shape == found.rows.directions.shape
+    assert all(x.directions is None for x in (found.columns, whole.rows, whole.columns))
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
     vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
@@ -136,7 +136,7 @@ def test_in_training(monkeypatch: pytest.MonkeyPatch):
     """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
     found, ends, reports = [], [], []
     for large in (LOW_RANK_MIN_SIZE, SIZE * 100):
-        monkeypatch.setattr("curvature.kronecker.inverses.LOW_RANK_MIN_SIZE", large)
+        monkeypatch.setattr("curvature.linalg.LOW_RANK_MIN_SIZE", large)
         with seeded(0):
             model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
             x = torch.randn(64, 300) / torch.arange(1, 301)
@@ -161,7 +161,7 @@ def test_is_tried_again_whenever_the_updates_have_doubled(monkeypatch: pytest.Mo
     counted = lambda pairs, share, before, anew, due: (
         tried.append(anew[0]) or factored_inverses(pairs, share, before, anew, due)
     )
-    monkeypatch.setattr("curvature.preconditioners.kronecker.factored_inverses", counted)
+    monkeypatch.setattr("curvature.kronecker.factored_inverses", counted)
     model = torch.nn.Linear(3, 2)
     opt = KFAC(model)
     model(torch.randn(8, 3)).sum().backward()

@@ -134,7 +134,7 @@ def test_repr():
 def test_sound_factors_are_inverted_without_eigenvalues(name, sides, device, monkeypatch):
     op, dense = kronecker(ARRANGEMENTS[name], *sides)(Source(device))
     wanted = torch.linalg.inv(dense)
-    monkeypatch.setattr("curvature.operators.kronecker.symmetric_eigh", None)
+    monkeypatch.setattr("curvature.linalg.symmetric_eigh", None)
     torch.testing.assert_close(op.inverse().to_dense(), wanted)
     torch.testing.assert_close(op.solve(dense), torch.eye(len(dense)).to(dense))
 
