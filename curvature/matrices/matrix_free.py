@@ -13,7 +13,14 @@ from curvature.losses import Injection
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
 from curvature.matrices.passes import DataSource
-from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.products import (
+    Repeated,
+    coarsest,
+    require_symmetric,
+    through_complete_gradient,
+    through_gradient,
+    through_outputs,
+)
 from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, Space
@@ -108,6 +115,7 @@ class ThroughGradient:
 
     def product(self, matrix: Tensor) -> Tensor:
         if not self.checked:
+            checked = partial(self.passes.times, through_complete_gradient)
+            require_symmetric(self.space, checked, coarsest(self.passes.source.model))
             self.checked.append(True)
-            require_symmetric(self.space, self.product, coarsest(self.passes.source.model))
         return self.passes.times(through_gradient, matrix)
