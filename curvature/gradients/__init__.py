@@ -14,10 +14,10 @@ from curvature.gradients.derived_weights import computed_weights, joint_bias, la
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import (
-    BY_ROWS,
     are_adjoint,
     batched_vjp,
     changes_by_backward_passes,
+    complete_changes,
     output_changes,
 )
 from curvature.gradients.learning import differences, learn, single_sample_reference
@@ -36,12 +36,13 @@ from curvature.gradients.plans import Plan, kept_plan, record, require_independe
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
 
 __all__ = [
-    "BY_ROWS", "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet",
-    "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
-    "clipped_gradient", "computed_weights", "differences", "digests", "either_form", "general_path_terms",
-    "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn", "number_of_batches",
-    "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
-    "per_sample_norms_by_parameter", "record", "require_apart", "require_independent_samples", "require_order",
-    "require_pairs", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms",
-    "terms_by_parameter", "tried_by_vmap", "validate_loss", "weighted_gradients", "where_samples_meet",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "are_adjoint",
+    "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
+    "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests", "either_form",
+    "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
+    "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
+    "per_sample_norms", "per_sample_norms_by_parameter", "record", "require_apart", "require_independent_samples",
+    "require_order", "require_pairs", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
+    "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss", "weighted_gradients",
+    "where_samples_meet",
 ]  # fmt: skip

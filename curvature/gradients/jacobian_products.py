@@ -18,10 +18,11 @@ from curvature.recording import graph_dtypes, own_functions, warn_once
 log = logging.getLogger("curvature")
 ROWS_ELEMENTS = 1 << 26  # entries of the gradients that are made at once, of rows
 BY_ROWS = (
-    "J v takes a backward pass for each entry of the output, which is exact but slow: torch loses a part of it in two "
-    "backward passes, because it cannot differentiate that of an autograd.Function (%s): let its backward call torch "
-    "functions of the gradient that it gets, without detach, NumPy or once_differentiable"
+    "J v takes a backward pass for each entry of the output, which is exact but slow, because torch cannot "
+    "differentiate the backward pass of a function: %s. Let that of an autograd.Function call torch functions of the "
+    "gradient that it gets, without detach, NumPy or once_differentiable"
 )
+NOT_IMPLEMENTED = "is not implemented"  # torch's words for a function without second derivative
 
 
 def output_changes(
@@ -31,8 +32,8 @@ def output_changes(
 
     Differentiates the backward pass, which is linear in the vectors sent back, and so needs no forward-mode rules. A
     direction costs only the part of the network behind the parameters that it moves. Where the graph has functions of
-    your own, a backward pass of a random vector checks that theirs can be differentiated; if not, each entry of the
-    outputs takes a backward pass, and the log says so.
+    your own, a backward pass of a random vector checks that theirs can be differentiated. If a function's cannot, each
+    entry of the outputs takes a backward pass, and the log says so.
 
     Args:
         outputs: computed from the parameters; their graph is kept.
@@ -42,12 +43,31 @@ def output_changes(
     Returns:
         For each direction one tensor for each output, of its shape.
     """
-    changes = changes_by_backward_passes(outputs, parameters, directions)
-    own = own_functions(outputs)
-    if own and not are_adjoint(outputs, parameters, directions, changes):
-        warn_once(BY_ROWS, ", ".join(own))
-        return _by_rows(outputs, parameters, directions)
-    return changes
+    if not own_functions(outputs):
+        try:
+            return changes_by_backward_passes(outputs, parameters, directions)
+        except RuntimeError as error:
+            if NOT_IMPLEMENTED not in str(error):
+                raise
+    changes = complete_changes(outputs, parameters, directions)
+    return _by_rows(outputs, parameters, directions) if changes is None else changes
+
+
+def complete_changes(
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
+) -> list[list[Tensor]] | None:
+    """`changes_by_backward_passes`, compared with a vector that goes back; None where torch loses a part of them."""
+    try:
+        changes = changes_by_backward_passes(outputs, parameters, directions)
+        if are_adjoint(outputs, parameters, directions, changes):
+            return changes
+        why = ", ".join(own_functions(outputs)) or "a hook"
+    except RuntimeError as error:
+        why = str(error).split("\n")[0].rstrip(".")
+        if NOT_IMPLEMENTED not in why:
+            raise
+    warn_once(BY_ROWS, why)
+    return None
 
 
 def changes_by_backward_passes(

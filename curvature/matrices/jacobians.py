@@ -38,7 +38,8 @@ def per_sample_jacobians(
             It is compared with the one without a graph, so both are computed.
 
     Returns:
-        ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape, in the order of
+        ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape (m rows of each along one
+        axis of N * m are (m, ...)), in the order of
         ``named_parameters()``, in units of output / parameter and at least single precision. All of it is in memory:
         for products with it take `gauss_newton` or `output_changes`.
 
@@ -73,7 +74,7 @@ def per_sample_jacobians(
 def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """By vmap over samples; where it cannot follow, or is wrong, entry by entry."""
     axis, parameters = batch.dims[1], dict(batch.parameters)
-    of_sample = lambda output, target: output.movedim(axis, 0)[0]
+    of_sample = lambda output, target: _sample(output.movedim(axis, 0))
 
     def accepted(found: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: rows.to(expected[name].dtype) for name, rows in found.items()}
@@ -94,7 +95,7 @@ def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entry_by_entry(sample: Batch, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    output = sample.output().movedim(sample.dims[1], 0)[0]
+    output = _sample(sample.output().movedim(sample.dims[1], 0))
     leaves = list(parameters.values())
     rows = [torch.autograd.grad(entry, leaves, create_graph=True, materialize_grads=True) for entry in output.flatten()]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
@@ -124,9 +125,14 @@ def _unit_vectors(run: RecordedBatch) -> Iterator[tuple[int, Tensor]]:
         yield start, part[:, None].expand(-1, count, -1).reshape(-1, *shape).movedim(1, axis + 1)
 
 
+def _sample(rows: Tensor) -> Tensor:
+    """A sample's output, of its rows: its only one, or all of several."""
+    return rows[0] if len(rows) == 1 else rows
+
+
 def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     count, axis = run.batch.count, run.batch.dims[1]
-    shape = run.output.movedim(axis, 0).shape[1:]
+    shape = _sample(run.output.movedim(axis, 0).unflatten(0, (count, -1))[0]).shape
     size = run.output.numel() // count
     found = {
         name: torch.zeros(count, size, *p.shape, dtype=run.dtype, device=p.device)

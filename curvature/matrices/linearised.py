@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes
+from curvature.gradients import Batch, batched_vjp, complete_changes
 from curvature.linalg import full_precision
 from curvature.recording import Tape, Use, graph_functions
 
@@ -145,10 +145,8 @@ def stacked(directions: Sequence[Directions]) -> dict[str, Tensor]:
 
 def by_backward_passes(batch: Batch, output: Tensor, directions: Sequence[Directions]) -> Tensor | None:
     """``J v`` (c, *output.shape) by differentiating the gradients of all parameters; None where that loses a part."""
-    changes = changes_by_backward_passes([output], batch.parameters, directions)
-    if not are_adjoint([output], batch.parameters, directions, changes):
-        return None
-    return torch.stack([change for (change,) in changes])
+    changes = complete_changes([output], batch.parameters, directions)
+    return None if changes is None else torch.stack([change for (change,) in changes])
 
 
 def is_near(found: Tensor, expected: Tensor | None) -> bool:

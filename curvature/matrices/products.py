@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients import (
-    BY_ROWS,
     Batch,
     are_adjoint,
     batched_vjp,
@@ -32,7 +31,7 @@ from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import LayerRules, random_directions
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import in_turn, own_functions, tensors_in, warn_once
+from curvature.recording import in_turn, own_functions, tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
@@ -301,7 +300,6 @@ def _changes(
         return (lambda part: along(named(part))), step
     changes = passes.rules.linearise(run.batch, run.tape, run.output)
     if changes is None:
-        warn_once(BY_ROWS, ", ".join(own_functions([run.output])))
         rows = run.as_seen_by(inject)
         return (lambda part: changes_by_rows(rows, named(part))), run.pass_size
     return (lambda part: changes(named(part))), _through_backward(run)

@@ -365,3 +365,24 @@ def test_models_that_keep_their_features() -> None:
         curvature.per_sample_gradients(model, ENTROPY, x, y)
         curvature.gauss_newton(model, ENTROPY, (x, y)) @ torch.ones(12)
         assert model.hidden is hidden and model.count == 1
+
+
+def test_products_where_torch_has_no_second_derivative() -> None:
+    model = Raw(lambda m, x: m.h((-torch.cdist(x, m.c)).exp()), c=nn.Parameter(torch.randn(4, 4)), h=nn.Linear(4, 3))
+    x, y, parameters = torch.randn(5, 4), torch.randint(3, (5,)), list(model.parameters())
+    J, V = jacobian(model(x), parameters), torch.randn(31, 2)
+    H = torch.autograd.functional.hessian(lambda f: ENTROPY(f.view(5, 3), y), model(x).detach().flatten())
+    G = curvature.gauss_newton(model, ENTROPY, (x, y))
+    for _ in range(2):
+        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
+        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    found = curvature.output_changes([model(x)], dict(model.named_parameters()), [G.space.split(v) for v in V.T])
+    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
+    model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
+    found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
+    rows = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
+    torch.testing.assert_close(found, torch.stack(rows).reshape(2, 5, 3, 3, 4))
