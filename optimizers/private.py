@@ -95,7 +95,7 @@ class Private:
 
     def _own_loss(self, x: Any, y: Any) -> tuple[Any, float]:
         """A loss that knows nothing of the other samples, and how many times it is what a sample counts."""
-        loss = resolve(self.loss)
+        loss = self.loss if isinstance(self.loss, nn.Module) else resolve(self.loss)
         has_classes = isinstance(y, Tensor) and not y.is_floating_point()
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.reduction != "mean" or not has_classes:
             return self.loss, 1.0

@@ -13,7 +13,13 @@ from curvature.gradients.data import digests, kind_of, number_of_batches, pairs,
 from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
-from curvature.gradients.jacobian_products import batched_vjp, output_changes
+from curvature.gradients.jacobian_products import (
+    are_adjoint,
+    batched_vjp,
+    changes_by_backward_passes,
+    complete_changes,
+    output_changes,
+)
 from curvature.gradients.learning import differences, learn, single_sample_reference
 from curvature.gradients.meeting_samples import SamplesMeet, require_apart, where_samples_meet
 from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
@@ -31,12 +37,13 @@ from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sam
 from curvature.gradients.single_samples import plan_beside_copy
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet",
-    "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
-    "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan",
-    "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",
-    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy",
-    "record", "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
-    "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter",
-    "tried_by_vmap", "validate_loss", "weighted_gradients", "where_samples_meet",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "are_adjoint",
+    "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
+    "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests", "either_form",
+    "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
+    "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
+    "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_apart",
+    "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",
+    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss", "weighted_gradients",
+    "where_samples_meet",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from curvature.linalg import product_rounding, widen
+from curvature.recording import graph_dtypes, own_functions, warn_once
+
 log = logging.getLogger("curvature")
+ROWS_ELEMENTS = 1 << 26  # entries of the gradients that are made at once, of rows
+BY_ROWS = (
+    "J v takes a backward pass for each entry of the output, which is exact but slow, because torch cannot "
+    "differentiate the backward pass of a function: %s. Let that of an autograd.Function call torch functions of the "
+    "gradient that it gets, without detach, NumPy or once_differentiable"
+)
+NOT_IMPLEMENTED = "is not implemented"  # torch's words for a function without second derivative
 
 
 def output_changes(
@@ -20,7 +31,9 @@ def output_changes(
     """``J d`` for every direction d: how outputs change, to first order, as the parameters move along it.
 
     Differentiates the backward pass, which is linear in the vectors sent back, and so needs no forward-mode rules. A
-    direction costs only the part of the network behind the parameters that it moves.
+    direction costs only the part of the network behind the parameters that it moves. Where the graph has functions of
+    your own, a backward pass of a random vector checks that theirs can be differentiated. If a function's cannot, each
+    entry of the outputs takes a backward pass, and the log says so.
 
     Args:
         outputs: computed from the parameters; their graph is kept.
@@ -30,6 +43,37 @@ def output_changes(
     Returns:
         For each direction one tensor for each output, of its shape.
     """
+    if not own_functions(outputs):
+        try:
+            return changes_by_backward_passes(outputs, parameters, directions)
+        except RuntimeError as error:
+            if NOT_IMPLEMENTED not in str(error):
+                raise
+    changes = complete_changes(outputs, parameters, directions)
+    return _by_rows(outputs, parameters, directions) if changes is None else changes
+
+
+def complete_changes(
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
+) -> list[list[Tensor]] | None:
+    """`changes_by_backward_passes`, compared with a vector that goes back; None where torch loses a part of them."""
+    try:
+        changes = changes_by_backward_passes(outputs, parameters, directions)
+        if are_adjoint(outputs, parameters, directions, changes):
+            return changes
+        why = ", ".join(own_functions(outputs)) or "a hook"
+    except RuntimeError as error:
+        why = str(error).split("\n")[0].rstrip(".")
+        if NOT_IMPLEMENTED not in why:
+            raise
+    warn_once(BY_ROWS, why)
+    return None
+
+
+def changes_by_backward_passes(
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
+) -> list[list[Tensor]]:
+    """`output_changes` without a check: what a function's backward pass hides from autograd is lost."""
     # torch cannot differentiate a look-up in a table without rows twice, and nothing without entries changes outputs
     names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
     vectors = [torch.zeros_like(out, requires_grad=True) for out in outputs]
@@ -45,6 +89,61 @@ def output_changes(
             along = [direction[k].to(gradients[k].dtype) for k in live]
             products = torch.autograd.grad([gradients[k] for k in live], vectors, along, retain_graph=True, **options)
         changes.append([torch.zeros_like(o) if g is None else g for g, o in zip(products, vectors, strict=True)])
+    return changes
+
+
+def are_adjoint(
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
+    changes: Sequence[Sequence[Tensor]],
+) -> bool:  # fmt: skip
+    """Whether changes of the outputs along directions are ``J d``: ``<u, J d> = <J^T u, d>`` for random vectors u.
+
+    What is complex or not finite says nothing.
+    """
+    if any(x.is_complex() for x in (*outputs, *parameters.values())):
+        return True
+    drawn = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(out.shape, generator=drawn, device="cpu").to(out) for out in outputs]
+    names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
+    options: Any = {"retain_graph": True, "materialize_grads": True, "allow_unused": True}
+    found = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, **options)
+    gradients = {k: g.to_dense() for k, g in zip(names, found, strict=True)}
+    single = any(out.dtype == torch.float32 for out in outputs)
+    coarsest = max([torch.finfo(torch.float32).eps, *(torch.finfo(kind).eps for kind in graph_dtypes(outputs))])
+    coarsest = max([coarsest, *(product_rounding(out.device) for out in outputs if single)])
+    for direction, change in zip(directions, changes, strict=True):
+        known = [(gradients[k], direction[k]) for k in direction if k in gradients]
+        (there, size), (back, other) = map(_inner_product, (zip(vectors, change, strict=True), known))
+        if abs(there - back) > coarsest**0.5 * max(size, other):
+            return False
+    return True
+
+
+def _inner_product(factors: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Of two vectors in parts; and what it would be about, were the signs of its terms random."""
+    terms = [widen(a.detach()) * widen(b.detach()) for a, b in factors]
+    return sum(float(t.sum()) for t in terms), math.hypot(*(float(t.norm()) for t in terms))
+
+
+def _by_rows(
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
+) -> list[list[Tensor]]:
+    """``J d`` from the gradient of each entry of the outputs."""
+    names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
+    leaves = [parameters[k] for k in names]
+    at_once = max(1, ROWS_ELEMENTS // max(1, sum(p.numel() for p in leaves)))
+    changes: list[list[Tensor]] = [[torch.zeros_like(out) for out in outputs] for _ in directions]
+    for k, out in enumerate(outputs):
+        for some in torch.arange(out.numel(), device=out.device).split(at_once):
+            vectors = out.new_zeros(len(some), out.numel()).scatter_(1, some[:, None], 1.0)
+            rows = gradient_rows(out, leaves, vectors.reshape(-1, *out.shape))
+            for direction, change in zip(directions, changes, strict=True):
+                known = [
+                    g.flatten(1) @ direction[n].to(g).flatten()
+                    for n, g in zip(names, rows, strict=True)
+                    if n in direction
+                ]
+                change[k].view(-1)[some] = sum(x.to(out) for x in known)
     return changes
 
 

@@ -1,15 +1,18 @@
 """Whether the samples of a batch meet inside the model: attention along the batch, features centred over it, graphs.
 
-One sample's output is compared in two batches: the given one, and one in which all other samples are copies of it. Both
-passes draw the same random numbers. The parameters are moved a little, since a gate that is zero lets nothing through.
+The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
+one of its samples stand in for all samples of the other part. All passes draw the same random numbers. The parameters
+are moved a little, since a gate that is zero lets nothing through.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,8 +24,23 @@ from curvature.linalg import full_precision
 from curvature.recording import ModelState, RandomState, Tape, map_tensors, tensors_in
 
 log = logging.getLogger("curvature")
-MEETING: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 STEP = 0.05  # by how much parameters move, beside their own size
+
+
+@dataclass
+class Verdicts:
+    """What was found at one shape of the input.
+
+    Attributes:
+        apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
+        meeting: by the steps of a pass, the module in which they do.
+    """
+
+    apart: set[Any] = field(default_factory=set)
+    meeting: dict[frozenset[Any], str] = field(default_factory=dict)
+
+
+MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
 
 
 class SamplesMeet(ValueError):
@@ -46,41 +64,87 @@ def require_apart(batch: Batch, tape: Tape) -> None:
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by two forward passes for each shape of the input, from where the recorded one began, and remembered.
+    Found by three forward passes from where the recorded one began, and remembered. It is asked again at another shape
+    of the input, and where a pass calls functions in an order that is new: a flag or a hook may mix samples now.
     """
-    modules = MEETING.setdefault(batch.model, {})
-    if batch.key not in modules:
-        modules[batch.key] = _found(batch, tape.start) if batch.count > 1 else ""
-    return modules[batch.key]
+    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    if tape.steps <= known.apart:
+        return ""
+    where = known.meeting.get(tape.steps)
+    if where is None:
+        where = _found(batch, tape.start) if batch.count > 1 else ""
+        if where:
+            known.meeting[tape.steps] = where
+        else:
+            known.apart |= tape.steps
+    return where
 
 
 @full_precision()
 def _found(batch: Batch, start: ModelState | None) -> str:
-    n, start = batch.count // 2, start or ModelState(batch.model)
-    others = _copies(batch, n)
-    ends: list[RandomState] = []
+    for is_scattered in [False] if batch.is_uneven else [True, False]:
+        try:
+            with _moved(batch.model):
+                return _compared(batch, start or ModelState(batch.model), _parts(batch.count, is_scattered))
+        except Exception as error:  # whatever a model raises that does not run on such a batch
+            log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
+    return ""
 
-    def rows(part: Batch) -> list[Tensor]:
+
+def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
+    def run(one: Batch) -> tuple[Any, RandomState]:
         with start.again(), torch.no_grad():
-            output = part.output()
-            ends.append(RandomState(batch.model.modules()))
-        return _rows(output, n if part.count > 1 else 0, part)
+            return one.output(), RandomState(batch.model.modules())
 
-    try:
-        with _moved(batch.model):
-            in_batch = rows(batch)
-            if not _differ(in_batch, rows(others)):
-                return ""
-            if ends[0].differs(ends[1].states):  # how many numbers it draws depends on the data: other draws
-                return "model" if _depends_on_others(batch, n, start) else ""
-            return _first_module(batch.model, n, batch.count, lambda: rows(batch), lambda: rows(others)) or "model"
-    except Exception as error:  # whatever a model raises that does not run on such a batch
-        log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
-        return ""
+    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
+    output, end = run(batch)
+    for kept, other, places in cases:
+        found, other_end = run(other)
+        if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
+            continue
+        if not end.differs(other_end.states):
+            before = _outputs_of_modules(batch, kept, run)
+            return _first_that_differs(before, _outputs_of_modules(other, places, run)) or "model"
+        if _depends_on_others(batch, kept, start):  # other draws: how many they are depends on the data
+            return "model"
+    return ""
 
 
-def _depends_on_others(batch: Batch, n: int, start: ModelState) -> bool:
-    """Whether the output of sample n has a gradient at another one's input, in one and the same pass."""
+def _parts(count: int, is_scattered: bool) -> list[Tensor]:
+    """The samples in two parts, drawn or one after the other, each in order.
+
+    The first and the last sample are apart, for models that turn the batch round. The sizes have no divisor in common
+    with that of the batch: wherever groups of one size meet, one of them is divided.
+    """
+    order = torch.arange(count, device="cpu")
+    if is_scattered:
+        drawn = torch.Generator().manual_seed(0)
+        order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
+    size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
+    return [order[:size].sort().values, order[size:].sort().values]
+
+
+def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
+    """The batch with copies of one kept sample in place of the others, and where the kept ones are.
+
+    Parts that are one after the other stay sorted if the batch is. Bags and packed sequences: kept ones alone.
+    """
+    if batch.is_uneven:
+        return batch.part(slice(int(kept[0]), int(kept[-1]) + 1)), torch.arange(len(kept), device="cpu")
+    dim, count = batch.dims[0], batch.count
+    source = torch.full((count,), int(kept[0] if kept[0] else kept[-1]), device="cpu")
+    source[kept] = kept
+
+    def copied(t: Tensor) -> Tensor:
+        if t.ndim <= dim or t.shape[dim] != count:
+            return t
+        return t.index_select(dim, source.to(t.device))
+
+    return replace(batch, x=map_tensors(copied, batch.x)), kept
+
+
+def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState) -> bool:
+    """Whether outputs of kept samples have a gradient at another one's input, in one and the same pass."""
     dim, inputs = batch.dims[0], list[Tensor]()
 
     def leaf(t: Tensor) -> Tensor:
@@ -91,50 +155,44 @@ def _depends_on_others(batch: Batch, n: int, start: ModelState) -> bool:
 
     tracked = replace(batch, x=map_tensors(leaf, batch.x))
     with start.again(), torch.enable_grad():
-        value = sum(row.square().sum() for row in _rows(tracked.output(), n, batch))
+        value = sum(rows.square().sum() for rows in _rows(tracked.output(), kept, batch))
     if not inputs or not isinstance(value, Tensor) or not value.requires_grad:
         log.info("not tried whether samples depend on one another: the pass draws as many numbers as the data say")
         return False
     slopes = torch.autograd.grad(value, inputs, materialize_grads=True)
-    alone = [torch.zeros_like(g) for g in slopes]
-    for g, own in zip(slopes, alone, strict=True):
-        own.narrow(dim, n, 1).copy_(g.narrow(dim, n, 1))
-    return _differ(list(slopes), alone)
+    own = [g - g.index_fill(dim, kept.to(g.device), 0.0) for g in slopes]
+    return _differ([g.reshape(1, -1) for g in slopes], [g.reshape(1, -1) for g in own])
 
 
-def _copies(batch: Batch, n: int) -> Batch:
-    """The batch with sample n in place of every other; bags and packed sequences: of sample n alone."""
-    if batch.is_uneven:
-        return batch.sample(n)
-    dim, count = batch.dims[0], batch.count
-
-    def copied(t: Tensor) -> Tensor:
-        if t.ndim <= dim or t.shape[dim] != count:
-            return t
-        return t.index_select(dim, torch.full((count,), n, device=t.device))
-
-    return replace(batch, x=map_tensors(copied, batch.x))
+def _rows(output: Any, kept: Tensor, batch: Batch) -> list[Tensor]:
+    return [_some_rows(t, kept, batch.count, batch.dims[1]) for t in tensors_in(output)]
 
 
-def _rows(output: Any, n: int, batch: Batch) -> list[Tensor]:
-    return [_row(t, n, batch.count, batch.dims[1]) for t in tensors_in(output)]
-
-
-def _row(t: Tensor, n: int, count: int, dim: int) -> Tensor:
-    """The rows of sample n; nothing where they cannot be told."""
-    if t.ndim <= dim or not t.is_floating_point() or t.shape[dim] % count:
+def _some_rows(t: Tensor, kept: Tensor, count: int, dim: int) -> Tensor:
+    """The entries of these samples (len(kept), entries); nothing where they cannot be told."""
+    if t.ndim <= dim or not t.is_floating_point() or not t.numel() or t.shape[dim] % count:
         return t.new_zeros(0)
-    each = t.shape[dim] // count
-    return t.narrow(dim, n * each, each)
+    return t.movedim(dim, 0).reshape(count, -1)[kept.to(t.device)]
 
 
 def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Whether rows of equal shapes differ by more than rounding; those that are not finite say nothing."""
+    """Whether samples' rows differ by more than rounding, relative to their own size; the root of the mean square.
+
+    Rows that are not finite say nothing.
+    """
     for a, b in zip(first, second, strict=False):
-        eps = max(torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps, torch.finfo(torch.float32).eps)
-        comparable = a.shape == b.shape and a.numel() and a.isfinite().all() and b.isfinite().all()
-        if comparable and (a - b).norm() > 4 * eps**0.75 * a.norm():
-            return True
+        if a.shape != b.shape or not a.numel():
+            continue
+        kind = torch.promote_types(a.dtype, b.dtype)
+        eps = max(torch.finfo(kind).eps, torch.finfo(torch.float32).eps)
+        norms = partial(torch.linalg.vector_norm, dim=1, dtype=torch.promote_types(kind, torch.float32))
+        size, off = norms(a), norms(a - b)
+        finite = size.isfinite() & off.isfinite()
+        size, off = size[finite], off[finite]
+        if len(size):
+            floor = (4 * eps * size.amax()).clamp(min=torch.finfo(size.dtype).tiny)
+            if (off / (size + floor)).square().mean().sqrt() > 4 * eps**0.75:
+                return True
     return False
 
 
@@ -154,23 +212,23 @@ def _moved(model: nn.Module) -> Iterator[None]:
             p.data.copy_(value)
 
 
-def _first_module(model: nn.Module, n: int, count: int, run: Callable[[], Any], other: Callable[[], Any]) -> str:
-    """The name of the module that first gives another output for the sample; empty if none is seen to."""
-    seen: list[list[tuple[str, list[Tensor]]]] = []
+def _outputs_of_modules(batch: Batch, kept: Tensor, run: Callable[[Batch], Any]) -> list[tuple[str, list[Tensor]]]:
+    """What modules give for these samples, in the order of their calls."""
+    seen: list[tuple[str, list[Tensor]]] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            seen[-1].append((name, [_row(t.detach(), n, count, 0) for t in tensors_in(output)]))
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        seen.append((name, [_some_rows(t.detach(), kept, batch.count, 0) for t in tensors_in(output)]))
 
-        return hook
-
-    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    named = [(name, module) for name, module in batch.model.named_modules() if name]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in named]
     try:
-        for each in (run, other):
-            seen.append([])
-            each()
+        run(batch)
     finally:
         for hook in hooks:
             hook.remove()
-    calls = zip(*seen, strict=False)
-    return next((name for (name, a), (again, b) in calls if name == again and _differ(a, b)), "")
+    return seen
+
+
+def _first_that_differs(first: list[tuple[str, list[Tensor]]], second: list[tuple[str, list[Tensor]]]) -> str:
+    both = zip(first, second, strict=False)
+    return next((name for (name, a), (again, b) in both if name == again and _differ(a, b)), "")

@@ -248,8 +248,7 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
-        if plan is None:
-            require_apart(batch, tape)
+        require_apart(batch, tape)
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
             terms = terms_of_object_output(batch, tape, output, plan, state)
             return {name: contract(terms[name]) for name in batch.parameters}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from curvature.losses import label_distributions, likelihoods
 from curvature.losses.label_distributions import LabelDistribution
 from curvature.losses.likelihoods import Likelihood
+from curvature.losses.own_state import from_its_state
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -57,11 +58,14 @@ def resolve(loss: Loss) -> Loss:
     """The loss as a callable of (output, target) in the form that this package knows.
 
     A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
-    becomes `GaussianNLLLoss` of this module. Every other loss is returned unchanged.
+    becomes `GaussianNLLLoss` of this module; another module of the user's, a function that leaves what it keeps as it
+    is. Every other loss is returned unchanged.
     """
     if isinstance(loss, types.FunctionType):
         return MODULES.get(loss, loss)
-    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
+    if type(loss) is nn.GaussianNLLLoss:
+        return GaussianNLLLoss(loss)
+    return from_its_state(loss) if isinstance(loss, nn.Module) and not is_torch_loss(loss) else loss
 
 
 def is_torch_loss(loss: Loss) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from curvature.gradients import Batch, differences, over_samples, tried_by_vmap
 from curvature.linalg import full_precision
 from curvature.matrices.passes import DataSource, RecordedBatch, zeros
 from curvature.recording import preserve_state
-from curvature.terms import gradients
+from curvature.terms import contractions, gradients
 
 
 def per_sample_jacobians(
@@ -112,20 +112,38 @@ def _by_sample(output: Tensor, count: int, axis: int) -> Tensor:
     return rows.unflatten(0, (count, len(rows) // count))
 
 
+def changes_by_rows(run: RecordedBatch, directions: Mapping[str, Tensor]) -> Tensor:
+    """``J v`` (c, *output.shape) for directions (c, *shape) by name, from the gradients of every entry of a sample."""
+    count, axis = run.batch.count, run.batch.dims[1]
+    columns = len(next(iter(directions.values())))
+    found = torch.zeros(columns, count, run.output.numel() // count, dtype=run.dtype, device=run.output.device)
+    for start, vectors in _unit_vectors(run):
+        for name, of_vectors in run.terms(vectors).items():
+            for row, parts in enumerate(of_vectors, start):
+                for change, direction in zip(found, directions[name].to(run.dtype), strict=True):
+                    change[:, row] += contractions.inner_products(parts, direction).to(found.device)
+    return found.reshape(columns, *run.output.movedim(axis, 0).shape).movedim(1, axis + 1).to(run.output.dtype)
+
+
+def _unit_vectors(run: RecordedBatch) -> Iterator[tuple[int, Tensor]]:
+    """Vectors (k, *output.shape), each one at the same entry of every sample; and the number of the first entry."""
+    count, axis = run.batch.count, run.batch.dims[1]
+    shape = run.output.movedim(axis, 0).shape
+    eye = torch.eye(run.output.numel() // count, dtype=run.output.dtype, device=run.output.device)
+    for start in range(0, len(eye), run.cached_size):
+        part = eye[start : start + run.cached_size]
+        yield start, part[:, None].expand(-1, count, -1).reshape(-1, *shape).movedim(1, axis + 1)
+
+
 def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     count, axis = run.batch.count, run.batch.dims[1]
     shape = _by_sample(run.output, count, axis).shape[1:]
-    rows_first = run.output.movedim(axis, 0).shape
     size = run.output.numel() // count
-    eye = torch.eye(size, dtype=run.output.dtype, device=run.output.device)
     found = {
         name: torch.zeros(count, size, *p.shape, dtype=run.dtype, device=p.device)
         for name, p in run.batch.parameters.items()
     }
-    for start in range(0, size, run.cached_size):
-        part = eye[start : start + run.cached_size]
-        vectors = part.reshape(-1, 1, *shape).expand(-1, count, *shape).reshape(len(part), *rows_first)
-        vectors = vectors.movedim(1, axis + 1)
+    for start, vectors in _unit_vectors(run):
         for name, of_vectors in run.terms(vectors).items():
             for row, parts in enumerate(of_vectors, start):
                 found[name][:, row] = gradients(parts)

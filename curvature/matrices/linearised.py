@@ -3,7 +3,8 @@
 The vectors that arrive at the layers are linear in the vectors sent back from the output, so differentiating them takes
 changes of the layers' outputs to the change of the model's. A layer's rule computes the former, each with one forward
 function of the layer; where a parameter is read otherwise, its gradient is differentiated. The first pass at every
-shape, and through other functions, is compared with `output_changes`, which differentiates all parameters' gradients.
+shape, and through other functions, is compared with differentiating all parameters' gradients, and these with a vector
+that goes back. Where a function's backward pass cannot be differentiated, none is right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from curvature.gradients import Batch, batched_vjp, output_changes
+from curvature.gradients import Batch, batched_vjp, complete_changes
 from curvature.linalg import full_precision
 from curvature.recording import Tape, Use, graph_functions
 
@@ -34,10 +35,12 @@ class Linearised:
         through: names of parameters whose changes go through the rules of the layers that read them.
 
     Attributes:
+        through: those names.
         graphs: tensors whose graphs it differentiates.
     """
 
     def __init__(self, tape: Tape, output: Tensor, through: set[str]) -> None:
+        self.through = through
         self.uses = [(use, _slots(use, through)) for use in tape.uses if _slots(use, through)]
         self.others = [name for name, p in tape.parameters.items() if name not in through and p.tensor.numel()]
         self.probe = torch.zeros_like(output, requires_grad=True)
@@ -66,36 +69,40 @@ class LayerRules:
     """Chooses what goes through the rules of layers: all that they explain, where that proved right.
 
     Attributes:
-        proved, refuted: what passes at a shape are known by, with the functions of their graph.
+        proved: what passes at a shape are known by, with the functions of their graph; and the names of parameters that
+            go through rules, or None where not even two backward passes are right.
     """
 
-    proved: set[Any] = field(default_factory=set)
-    refuted: set[Any] = field(default_factory=set)
+    proved: dict[Any, set[str] | None] = field(default_factory=dict)
 
-    def linearise(self, batch: Batch, tape: Tape, output: Tensor) -> Linearised:
-        """The map from directions to changes of the output of a recorded pass."""
-        through = _explained(tape)
-        case = batch.key, graph_functions(output), frozenset(through), len(tape.uses)
-        if through and case not in self.proved | self.refuted:
-            found = _if_right(batch, tape, output, through)
-            (self.refuted if found is None else self.proved).add(case)
-            if found is not None:
-                return found
-        return Linearised(tape, output, through if case in self.proved else set())
+    def linearise(self, batch: Batch, tape: Tape, output: Tensor) -> Linearised | None:
+        """The map from directions to changes of the output of a recorded pass; None where torch loses a part of it."""
+        explained = _explained(tape)
+        case = batch.key, graph_functions(output), frozenset(explained), len(tape.uses)
+        if case not in self.proved:
+            found = _if_right(batch, tape, output, explained)
+            self.proved[case] = None if found is None else found.through
+            return found
+        through = self.proved[case]
+        return None if through is None else Linearised(tape, output, through)
 
 
 @full_precision()
-def _if_right(batch: Batch, tape: Tape, output: Tensor, through: set[str]) -> Linearised | None:
-    """The map, if it takes a random direction to where two backward passes through all parameters take it."""
+def _if_right(batch: Batch, tape: Tape, output: Tensor, explained: set[str]) -> Linearised | None:
+    """The map through the rules, if it takes a random direction to where two backward passes through all parameters
+    take it, else through these; None if these lose a part."""
     directions = random_directions(batch, 1)
     expected = by_backward_passes(batch, output, directions)  # first: its graph is gone when the other is made
+    if expected is None:
+        return None
     try:
-        found = Linearised(tape, output, through)
-        change = found(stacked(directions))
+        found = Linearised(tape, output, explained)
+        change = found(stacked(directions)) if explained else expected
+        if is_near(torch.zeros_like(expected) if change is None else change, expected):
+            return found
     except Exception as error:  # a call that a rule does not foresee
         log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
-        return None
-    return found if is_near(torch.zeros_like(expected) if change is None else change, expected) else None
+    return Linearised(tape, output, set())
 
 
 def _explained(tape: Tape) -> set[str]:
@@ -136,14 +143,16 @@ def stacked(directions: Sequence[Directions]) -> dict[str, Tensor]:
     return {name: torch.stack([d[name] for d in directions]) for name in directions[0]}
 
 
-def by_backward_passes(batch: Batch, output: Tensor, directions: Sequence[Directions]) -> Tensor:
-    """``J v`` (c, *output.shape) by differentiating the gradients of all parameters."""
-    changes = [change[None] for (change,) in output_changes([output], batch.parameters, directions)]
-    return torch.cat(changes) if len(changes) > 1 else changes[0]
+def by_backward_passes(batch: Batch, output: Tensor, directions: Sequence[Directions]) -> Tensor | None:
+    """``J v`` (c, *output.shape) by differentiating the gradients of all parameters; None where that loses a part."""
+    changes = complete_changes([output], batch.parameters, directions)
+    return None if changes is None else torch.stack([change for (change,) in changes])
 
 
-def is_near(found: Tensor, expected: Tensor) -> bool:
+def is_near(found: Tensor, expected: Tensor | None) -> bool:
     """Whether one way to compute ``J v`` gives what two backward passes give; the log says where not."""
+    if expected is None:
+        return False
     difference, size = float((found - expected).norm()), float(expected.norm())
     # far less than one wrong layer of a deep model changes; below single precision rounding hides that
     rounding = torch.finfo(expected.dtype).eps

@@ -14,7 +14,14 @@ from curvature.losses import Injection, is_torch_loss, resolve
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
 from curvature.matrices.passes import DataSource
-from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.products import (
+    Repeated,
+    coarsest,
+    require_symmetric,
+    through_complete_gradient,
+    through_gradient,
+    through_outputs,
+)
 from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, Space
@@ -109,22 +116,25 @@ class ThroughGradient:
 
     def product(self, matrix: Tensor) -> Tensor:
         if not self.checked:
-            self.checked.append(True)
             self._require_symmetric()
+            self.checked.append(True)
         return self.passes.times(through_gradient, matrix)
 
     def _require_symmetric(self) -> None:
         source = self.passes.source
-        check = partial(require_symmetric, self.space, rounding=coarsest(source.model))
+
+        def check(passes: Repeated) -> None:
+            product = partial(passes.times, through_complete_gradient)
+            require_symmetric(self.space, product, coarsest(source.model))
+
         try:
-            check(self.product)
+            check(self.passes)
         except RuntimeError as error:
             if source.loss is None or not is_torch_loss(resolve(source.loss)):
                 raise
             # at its minimum the Hessian of a loss is rounding: that of other values tells whether torch has it right
-            other = ThroughGradient(Repeated(replace(source, loss=_waves)), self.space, [True])
             try:
-                check(other.product)
+                check(Repeated(replace(source, loss=_waves)))
             except (TypeError, ValueError):  # the output is more than one tensor
                 raise error from None
 

@@ -41,7 +41,7 @@ from curvature.gradients import (
     where_samples_meet,
 )
 from curvature.kronecker import at_least_float32
-from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of
+from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of, resolve
 from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.penalties import require_none, without_penalty
@@ -364,8 +364,10 @@ class RecordedBatch:
         if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
             return output, loss, target
 
+        given = resolve(loss)
+
         def moved(output: Any, target: Any) -> Tensor:
-            return loss(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
+            return given(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
 
         moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
         return output, moved, target

@@ -2,8 +2,8 @@
 
 ``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass (`linearised`). Two
 cases take `forward_mode`, where it proves right: a single column whose graphs are not kept for the next product, and
-columns of a network with group or batch norms. A Hessian's product differentiates the gradient (Pearlmutter 1994,
-doi:10.1162/neco.1994.6.1.147).
+columns of a network with group or batch norms. Where torch loses a part of it, it comes by rows. A Hessian's product
+differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import Batch, batched_vjp, number_of_batches
+from curvature.gradients import (
+    Batch,
+    are_adjoint,
+    batched_vjp,
+    changes_by_backward_passes,
+    number_of_batches,
+)
 from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
-from curvature.matrices.linearised import LayerRules
+from curvature.matrices.jacobians import changes_by_rows
+from curvature.matrices.linearised import LayerRules, random_directions
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import in_turn, tensors_in
+from curvature.recording import in_turn, own_functions, tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
@@ -237,7 +244,7 @@ def through_outputs(
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     at_once = _columns_at_once(run)
-    changes_along, step = _changes(run, parameters, passes)
+    changes_along, step = _changes(run, parameters, passes, inject)
 
     def product(part: Tensor) -> Tensor | None:
         changes = changes_along(part)
@@ -279,7 +286,7 @@ def _through_backward(run: RecordedBatch) -> int:
 
 
 def _changes(
-    run: RecordedBatch, parameters: list[nn.Parameter], passes: Repeated
+    run: RecordedBatch, parameters: list[nn.Parameter], passes: Repeated, inject: Injection
 ) -> tuple[Callable[[Tensor], Tensor | None], int]:
     """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; and for how many at once."""
     if run.change is not None:
@@ -292,6 +299,9 @@ def _changes(
         along, step = found
         return (lambda part: along(named(part))), step
     changes = passes.rules.linearise(run.batch, run.tape, run.output)
+    if changes is None:
+        rows = run.as_seen_by(inject)
+        return (lambda part: changes_by_rows(rows, named(part))), run.pass_size
     return (lambda part: changes(named(part))), _through_backward(run)
 
 
@@ -312,6 +322,19 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
         _put(products, parameters, out, add)
 
     return BatchProduct(_in_steps(put, _through_backward(run)), weight)
+
+
+def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
+    """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
+    value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
+    changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    if not are_adjoint(value, run.batch.parameters, along, changes):
+        raise RuntimeError(
+            "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
+            f"autograd.Function ({', '.join(own_functions(value))}): let its backward call torch functions of the "
+            "gradient that it gets, without detach, NumPy or once_differentiable; gauss_newton() is exact without that"
+        )
+    return through_gradient(run, is_single)
 
 
 def coarsest(model: nn.Module) -> float:

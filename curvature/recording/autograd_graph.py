@@ -44,6 +44,7 @@ DATA_DEPENDENT = {
     "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
 }  # fmt: skip
 OWN = f"{__name__.partition('.')[0]}."  # where functions are defined that leave samples where they are
+IN_CPP = "CppFunction"  # the type of nodes of functions that an extension brings
 # Second derivatives of kernels whose third derivatives are wrong.
 INEXACT = "LayerNormBackwardBackward0", "BatchNormBackwardBackward0"
 TENSOR = "a tensor"
@@ -116,6 +117,10 @@ def _may_move(node: Any, leaves: set[int]) -> bool:
     name = type(node).__name__.partition("Backward")[0]
     if name in DATA_DEPENDENT:
         return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+    return _is_of_the_user(node)
+
+
+def _is_of_the_user(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(OWN)  # type: ignore[attr-defined]
 
 
@@ -132,6 +137,20 @@ def require_exact_derivatives(result: GradientEdge) -> None:
 def graph_functions(result: Tensor) -> tuple[type, ...]:
     """The functions of the graph of a result, each after its inputs."""
     return tuple(map(type, graph_nodes(result.grad_fn)))
+
+
+def own_functions(results: Iterable[Tensor]) -> list[str]:
+    """Names of the functions in the graphs of results that torch does not know, of the user's or of a library's."""
+    nodes = graph_nodes(*(result.grad_fn for result in results))
+    in_python = [type(node)._forward_cls.__name__ for node in nodes if _is_of_the_user(node)]  # type: ignore[attr-defined]
+    return list(dict.fromkeys([*in_python, *(node.name() for node in nodes if type(node).__name__ == IN_CPP)]))
+
+
+def graph_dtypes(results: Iterable[Tensor]) -> set[torch.dtype]:
+    """The precisions of what the functions in the graphs of results have computed."""
+    nodes = graph_nodes(*(result.grad_fn for result in results))
+    kinds = {x.dtype for node in nodes if not hasattr(node, "variable") for x in node._input_metadata}
+    return {kind for kind in kinds if kind.is_floating_point}
 
 
 def graph_bytes(results: Iterable[Tensor]) -> int:

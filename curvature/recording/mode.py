@@ -53,6 +53,7 @@ class RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.tape.functions.append(func)
         tensors = tensors_in(*args, *kwargs.values())
         if func in CONVERSIONS:
             tensors = tensors[:1]

@@ -303,7 +303,8 @@ def _weights_made_anew() -> Iterator[None]:
 
 @contextmanager
 def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
-    """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
+    """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers, attributes that are tensors and
+    random state, come what may.
 
     Yields the state that they come back to.
 
@@ -315,6 +316,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         state = ModelState(model)
         named = () if trained is None else [(p, name in trained) for name, p in model.named_parameters()]
         changed = [(p, required) for p, required in named if p.requires_grad != required]
+        attributes = [(module, _attributes(module)) for module in model.modules()]
         try:
             for p, required in changed:
                 p.requires_grad_(required)
@@ -324,6 +326,22 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
             for p, required in changed:
                 p.requires_grad_(not required)
             state.restore()
+            for module, before in attributes:
+                own = vars(module)
+                for name, value in _attributes(module).items():
+                    if name not in before and _holds_tensors(value):
+                        del own[name]
+                    elif value is not before.get(name, value) and _holds_tensors((value, before[name])):
+                        own[name] = before[name]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside parameters, buffers and modules, as hidden features; names of frameworks have a _."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_"}
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 class FunctionModel(nn.Module):

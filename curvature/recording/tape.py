@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -144,6 +145,7 @@ class Tape:
         differentiates: whether the model differentiates something in its forward pass, with ``create_graph=True``.
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
+        functions: all torch functions that the pass calls, in order.
         reductions: tensors that depend on data, with the sum or mean of all their entries.
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
@@ -160,7 +162,13 @@ class Tape:
         self.differentiates = False
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.functions: list[Callable[..., Any]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
+
+    @cached_property
+    def steps(self) -> frozenset[Any]:
+        """Pairs of functions that the pass called one after the other, once it is over."""
+        return frozenset(pairwise([None, *self.functions]))
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.

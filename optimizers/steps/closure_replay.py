@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.functional import TwiceDifferentiable
-from curvature.gradients import output_changes
+from curvature.gradients import are_adjoint, changes_by_backward_passes
 from curvature.linalg import look, product_rounding, widen
-from curvature.recording import ModelState, map_tensors, warn_once
+from curvature.recording import ModelState, map_tensors, own_functions, warn_once
 from optimizers.recording.backward_passes import is_transformed
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
 LOG = logging.getLogger(__name__)
-# What torch says of functions that cannot be differentiated twice
-WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run"
+LOST = "torch cannot differentiate the backward pass of"
+# What is said of functions that cannot be differentiated twice
+WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run", LOST
+# by models: whether second derivatives of their outputs, and of losses, have all parts; asked once
+COMPLETE: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 
 class WithoutBackward(TorchFunctionMode):
@@ -192,9 +196,25 @@ class Replay:
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         direct = [[d.get(name) for name in parameters] for d in directions]
         with self._as_first(), _twice_differentiable(), torch.enable_grad(), WithoutBackward():
+            loss = self.closure()
+            self._require_complete("loss of parameters", [loss], list(parameters.values()))
             nothing: list[list[Tensor]] = [[] for _ in directions]
-            own = _products(list(parameters.values()), self.closure(), nothing, direct, [1] * len(parameters))
+            own = _products(list(parameters.values()), loss, nothing, direct, [1] * len(parameters))
         return self.mean(own)
+
+    def _require_complete(self, what: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """RuntimeError where two backward passes lose a part of what a function of the user's does."""
+        known = COMPLETE.setdefault(self.model, {})
+        if what not in known:
+            drawn = torch.Generator().manual_seed(0)
+            normal = lambda x: torch.randn(x.shape, generator=drawn, device="cpu").to(x)
+            named = {str(k): x for k, x in enumerate(inputs)}
+            along = [{name: normal(x) for name, x in named.items()}]
+            known[what] = not any(x.requires_grad for x in results) or are_adjoint(
+                results, named, along, changes_by_backward_passes(results, named, along)
+            )
+        if not known[what]:
+            raise RuntimeError(f"{LOST} {', '.join(own_functions(results)) or 'a hook'}")
 
     def _gauss_newton(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor | None:
         """None where the closure computes its loss from more than the model's outputs, hidden features for example."""
@@ -207,7 +227,9 @@ class Replay:
             for call in self.calls:
                 output, step = self._some(call, stride)
                 outputs = _floats(output)
-                for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
+                self._require_complete("outputs", outputs, list(parameters.values()))
+                found = changes_by_backward_passes(outputs, parameters, directions)
+                for moved, rows in zip(changes, found, strict=True):
                     moved += rows
                 leaf = lambda x: x.detach().requires_grad_() if x.is_floating_point() else x
                 shown.append(map_tensors(leaf, output if call.is_changed else call.output))
@@ -219,6 +241,7 @@ class Replay:
         rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
         if loss is None or not _close(self.value, loss, rough):
             return None
+        self._require_complete("loss of outputs", [loss], leaves)
         return self.mean(_products([*leaves, *parameters.values()], loss, changes, direct, strides + whole))
 
     @torch.enable_grad()

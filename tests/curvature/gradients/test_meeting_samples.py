@@ -133,6 +133,82 @@ def test_samples_that_do_not_meet_are_not_refused(name):
             torch.testing.assert_close(row, expected[key])
 
 
+def in_groups(size):
+    return lambda x: x.unflatten(0, (-1, size)).roll(1, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_every_sample_is_asked(count):
+    """Mixing that leaves some samples alone: of an odd batch that is turned round, the one in the middle."""
+    torch.manual_seed(count)
+    x, y = torch.randn(count, 4, dtype=torch.float64), torch.randint(3, (count,))
+    x[count // 2] *= 10  # it alone knows the largest entry
+    partners = {f"groups of {k}": in_groups(k) for k in range(2, count + 1) if count % k == 0}
+    partners |= {"turned round": lambda x: x.flip(0), "the largest": lambda x: x.abs().amax().expand_as(x)}
+    partners |= {f"moved by {k}": lambda x, k=k: x.roll(k, 0) for k in (1, -1, count // 2)}
+    for name, partner in partners.items():
+        model = Raw(lambda m, x, partner=partner: m.b(m.a(0.6 * x + 0.4 * partner(x)).tanh()), **layers()).double()
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+            pytest.fail(name)
+
+
+def sorted_sequences(m, x):
+    """Refuses sequences that are not in the order of their lengths."""
+    lengths = (x[:, 0].round().clamp(1, 4)).long().cpu()
+    packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True)
+    return m.b(centred(m.mix(packed)[1][0]))
+
+
+def test_samples_in_an_order():
+    model = Raw(sorted_sequences, mix=nn.RNN(1, 5), **layers()).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    x[:, 0] = torch.tensor([4.0, 3.0, 3.0, 2.0, 1.0])
+    with pytest.raises(ValueError, match="the output of a sample changes"):
+        curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, torch.randint(3, (5,)))
+
+
+MIXING = {
+    "moved": lambda x: 0.6 * x + 0.4 * x.roll(1, 0),
+    "permuted": lambda x: 0.6 * x + 0.4 * x[[3, 1, 5, 4, 0, 2]],
+    "centred": lambda x: x - 0.5 * x.mean(0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac", "empirical_fisher"])
+def test_a_hook_that_mixes_samples_after_the_first_call(name, function):
+    model, x, y = prepared(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    call = lambda: FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    call()
+    hook = model.register_forward_pre_hook(lambda m, args: MIXING[name](*args))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            call()
+    hook.remove()
+    call()
+
+
+def test_a_loop_of_another_length_is_not_asked_again():
+    """It is the same functions one after the other."""
+
+    def repeated(m, x):
+        h = m.a(x)
+        for _ in range(m.times):
+            h = (h + m.a(x)).tanh()
+        return m.b(h)
+
+    model, x, y = prepared(lambda: Raw(repeated, **layers()))
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    for model.times in (4, 9, 2, 4, 3):
+        rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+        assert passes.count(False) == 3
+        torch.testing.assert_close(
+            rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
+        )
+
+
 class OwnLoss(nn.Module):
     """As the classifiers of transformers."""
 
