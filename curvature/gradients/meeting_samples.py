@@ -67,7 +67,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     Found by three forward passes from where the recorded one began, and remembered. It is asked again at another shape
     of the input, and where a pass calls functions in an order that is new: a flag or a hook may mix samples now.
     """
-    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    shapes = MEETING.setdefault(batch.model, {})
+    known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
     if tape.steps <= known.apart:
         return ""
     where = known.meeting.get(tape.steps)

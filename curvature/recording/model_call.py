@@ -316,7 +316,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         state = ModelState(model)
         named = () if trained is None else [(p, name in trained) for name, p in model.named_parameters()]
         changed = [(p, required) for p, required in named if p.requires_grad != required]
-        attributes = [(module, _attributes(module)) for module in model.modules()]
+        attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
         try:
             for p, required in changed:
                 p.requires_grad_(required)
@@ -326,18 +326,14 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
             for p, required in changed:
                 p.requires_grad_(not required)
             state.restore()
-            for module, before in attributes:
-                own = vars(module)
-                for name, value in _attributes(module).items():
-                    if name not in before and _holds_tensors(value):
+            for own, before in attributes:
+                # names of frameworks begin with _
+                moved = [k for k, value in own.items() if value is not before.get(k, own) and k[0] != "_"]
+                for name in moved:
+                    if name not in before and _holds_tensors(own[name]):
                         del own[name]
-                    elif value is not before.get(name, value) and _holds_tensors((value, before[name])):
+                    elif name in before and _holds_tensors((own[name], before[name])):
                         own[name] = before[name]
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside parameters, buffers and modules, as hidden features; names of frameworks have a _."""
-    return {name: value for name, value in vars(module).items() if name[0] != "_"}
 
 
 def _holds_tensors(value: Any) -> bool:
