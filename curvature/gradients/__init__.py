@@ -44,6 +44,6 @@ __all__ = [
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_apart",
     "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",
-    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss", "weighted_gradients",
-    "where_samples_meet",
+    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss",
+    "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip
