@@ -80,10 +80,10 @@ class DenseMatrix(Matrix):
     """All entries (g, d, d)."""
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
-        return self.entries @ x
+        return torch.bmm(self.entries, x)
 
     def right(self, x: Tensor, own: bool = False) -> Tensor:
-        return x @ self.entries
+        return torch.bmm(x, self.entries)
 
     @property
     def T(self) -> Matrix:
