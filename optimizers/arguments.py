@@ -27,6 +27,8 @@ def check_flag(name: str, value: Any) -> None:
 def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Refuse numbers out of their range, those in a parameter group as well as arguments."""
     for name, low, high, open_end in RANGES:
+        if type(value := arguments.get(name)) is float and low <= value < high:
+            continue
         if name in arguments and not (arguments[name] is None and name in OPTIONAL):
             check_range(name, arguments[name], low, high, open_end)
 

@@ -43,7 +43,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         others = [p for p in model.parameters() if id(p) not in chosen]
         super().__init__([{"params": others}, *groups] if others else groups, options)
         self._has_stepped = False
-        self._around: WeakSet[torch.optim.Optimizer] = WeakSet()  # others within whose step the last one was made
+        self._around: list[ref[torch.optim.Optimizer]] = []  # others within whose step the last one was made
         self._since: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()  # what others have moved
         self._is_told = False  # whether others were found that move the same parameters
         ALIVE.add(self)
@@ -70,7 +70,8 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters of the groups that require a gradient now, by name."""
-        return {self.name_of(p): p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        names = self._names
+        return {names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
     def present(self) -> dict[str, nn.Parameter]:
         """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
@@ -85,7 +86,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         found: dict[str, dict[str, Any]] = {}
         for group in self.param_groups:
             plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            found |= dict.fromkeys([self.name_of(p) for p in group["params"]], plain)
+            found |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
         return found
 
     def warn_of_unknown_parameters(self) -> None:
@@ -101,7 +102,7 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
-        self._around = WeakSet(around for one in STEPPING if (around := one()) is not None)
+        self._around = STEPPING[:]
         if not self._has_stepped or not self._since or self._is_told:
             self._has_stepped = True
             self._since.clear()
@@ -160,14 +161,20 @@ def _enter(optimizer: torch.optim.Optimizer) -> None:
 
 def _leave(optimizer: torch.optim.Optimizer) -> None:
     """Its step and all within it are over."""
-    place = next((k for k, one in enumerate(STEPPING) if one() is optimizer), len(STEPPING))
-    STEPPING[:] = [one for one in STEPPING[:place] if one() is not None]
+    for k, one in enumerate(STEPPING):
+        if one() is optimizer:
+            del STEPPING[k:]
+            break
+    for one in [one for one in STEPPING if one() is None] if STEPPING else ():
+        STEPPING.remove(one)
 
 
 def _tell(optimizer: torch.optim.Optimizer) -> None:
     """Tell all others of a step, but for those whose own steps it consists of."""
     _leave(optimizer)
-    others = [own for own in ALIVE if own is not optimizer and optimizer not in own._around]
+    if len(ALIVE) == 1 and isinstance(optimizer, ModelOptimizer):  # which is the one that is alive
+        return
+    others = [own for own in ALIVE if own is not optimizer and all(one() is not optimizer for one in own._around)]
     moved = _moved(optimizer) if others else set()
     for own in others:
         own._since[optimizer] = moved

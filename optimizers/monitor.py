@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from curvature.linalg import recovery_counts
+from curvature.linalg import RECOVERIES
 
 HISTORY_LENGTH = 10_000  # steps
+MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 LOG = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 # events that `curvature.linalg.recovery_counts` counts, and their log messages
 EVENTS = {
@@ -22,6 +24,36 @@ EVENTS = {
     "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",
     "diagonal": "no decomposition of a block succeeded yet; its diagonal stands in",
 }
+
+
+class Timed:
+    """Adds the seconds inside to those of a part."""
+
+    def __init__(self, seconds: dict[str, float], part: str) -> None:
+        self.seconds, self.part = seconds, part
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds[self.part] = self.seconds.get(self.part, 0.0) + time.perf_counter() - self.start
+
+
+class Watched:
+    """Counts decompositions that failed and were recovered inside; logs the first of each kind."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+
+    def __enter__(self) -> None:
+        self.before = dict(self.counts)
+        self.token = RECOVERIES.set(self.counts)
+
+    def __exit__(self, *exception: object) -> None:
+        RECOVERIES.reset(self.token)
+        for what in EVENTS:
+            if what in self.counts and what not in self.before:
+                LOG.warning("%s (counted in stats() as %r from now on)", EVENTS[what], what)
 
 
 class Monitor:
@@ -56,25 +88,27 @@ class Monitor:
 
     # -- events and seconds
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count decompositions that failed and were recovered inside; log the first of each kind."""
-        with recovery_counts() as counts:
-            try:
-                yield
-            finally:
-                for what, number in counts.items():
-                    if not self.counts[what]:
-                        LOG.warning("%s (counted in stats() as %r from now on)", EVENTS[what], what)
-                    self.counts[what] += number
+    def watching(self) -> Watched:
+        return Watched(self.counts)
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+    def timed(self, part: str) -> Timed:
+        return Timed(self.seconds, part)
+
+    def attempt(self, move: Callable[[], Entry]) -> Entry | dict[str, Any]:
+        """The entry that `move` returns, or that of a step not accepted if a decomposition fails.
+
+        Raises:
+            torch.linalg.LinAlgError: a decomposition failed at the third step in a row.
+        """
         try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+            entry = move()
+        except torch.linalg.LinAlgError:
+            self.failures_in_row += 1
+            if self.failures_in_row == MOST_FAILURES:
+                raise
+            return {"accepted": False, "rollbacks": 0}
+        self.failures_in_row = 0
+        return entry
 
     # -- reports
 

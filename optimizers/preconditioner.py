@@ -12,11 +12,12 @@ from torch import Tensor
 from curvature.linalg import PRODUCTS, full_precision, stack, widen
 from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, invert
-from curvature.recording import is_sharded, warn_once
-from optimizers.distributed.sharding import to_full, to_shard
-from optimizers.distributed.team import Teams
+from curvature.recording import warn_once
+from optimizers.distributed.sharding import any_sharded, to_full, to_shard
+from optimizers.distributed.team import Team, Teams
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import ALONG, Measured, Passes
+from optimizers.recording.backward_passes import ALONG, Measured
+from optimizers.recording.recorder import Recorder
 from optimizers.schedule import Schedule
 from optimizers.solving import VectorSolver, mean_eigenvalue, solved_by_name
 from optimizers.steps.layer_vector import LayerVector
@@ -44,11 +45,14 @@ class Preconditioner:
     """Solves linear systems with the damped running curvature, whose averages decay by `decay`."""
 
     def __init__(
-        self, store: CurvatureStore, schedule: Schedule, teams: Teams, monitor: Monitor, decay: float, owner: str
-    ) -> None:
-        self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
+        self, store: CurvatureStore, recorder: Recorder, schedule: Schedule, teams: Teams, monitor: Monitor,
+        decay: float, owner: str,
+    ) -> None:  # fmt: skip
+        self.store, self.recorder, self.schedule, self.teams, self.monitor = store, recorder, schedule, teams, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
+        # whether blocks solve for gradients as they are
+        self.is_plain = type(store).right_hand_sides is CurvatureStore.right_hand_sides
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -57,14 +61,19 @@ class Preconditioner:
     @property
     def layers(self) -> int:
         """Number of blocks that are more than diagonals."""
-        return sum(b.structure != "diagonal" for b in self.blocks)
+        return len([b for b in self.blocks if b.structure != "diagonal"])
 
-    def gathered(self, passes: Passes, gradients: Named, trained: Named) -> Measured:
+    @property
+    def team(self) -> Team:
+        """Who makes the step that goes on, as its beginning has found."""
+        return self.teams.known or self.teams.current()
+
+    def gathered(self, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step; raises where their gradients differ."""
-        team, sums = self.teams.current(), None
+        team, passes, sums = self.team, self.recorder.passes, None
         if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
             team.statistics.launch()  # before other collectives, as when the backward pass launches it
-            if not any(map(is_sharded, trained.values())):
+            if not any_sharded(trained.values()):
                 team.processes.check_same_gradients(gradients)
             self.store.gather(passes.total.curvature, team.processes.all_gather_objects)
             sums = team.statistics.finish()
@@ -78,15 +87,18 @@ class Preconditioner:
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found
 
-    def renew(self, found: Measured, options: Options) -> Renewal:
-        """Update the running averages by statistics, and invert the blocks that are due; returns what was done."""
+    def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
+        """Update the running averages by the recorded passes, and invert the blocks that are due."""
         self.solver = None
         with self.monitor.timed("factors"):
+            self.recorder.settle()
+            found = self.gathered(gradients, trained)
             self.store.update_average(found.curvature, self.decay)
             is_renewal = self.schedule.renews(self.monitor.steps)
             self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
         with self.monitor.timed("inverses"):
             inverted = self.invert_due(options)
+        self.recorder.outputs.update(found.outputs, found.curvature.along)
         return Renewal(is_renewal, inverted)
 
     def _drifts(self, found: Measured) -> dict[str, list[float]]:
@@ -97,24 +109,26 @@ class Preconditioner:
         drifts = {b.names[0]: widen(b.drift) for b in moved if b.drift is not None}
         if not drifts:
             return {}
-        agreed = iter(self.teams.current().processes.agreed(stack(x for own in drifts.values() for x in own)).tolist())
+        agreed = iter(self.team.processes.agreed(stack(x for own in drifts.values() for x in own)).tolist())
         return {name: [next(agreed) for _ in own] for name, own in drifts.items()}
 
     def invert_due(self, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
-        step, workers = self.monitor.steps, self.teams.current().workers
+        step, workers = self.monitor.steps, self.team.workers
         blocks = [b for b in self.blocks if b.updates]
         workers.assign(blocks)
+        costs = {b.names[0]: b.costs for b in blocks}
         sides = {
-            b.names[0]: self.schedule.inverts(step, b.names[0], costs) if workers.is_ready(b) else [True] * len(costs)
-            for b, costs in ((b, b.costs) for b in blocks)
+            b.names[0]: self.schedule.inverts(step, *pair) if workers.is_ready(b) else [True] * len(pair[1])
+            for b, pair in zip(blocks, costs.items(), strict=True)
         }
         due = [b for b in blocks if any(sides[b.names[0]])]
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
-            for alike in _in_parts([b for b, other in zip(own, dampings, strict=True) if other == damping]):
-                invert(alike, DAMPING_SHARE, damping, sides)
+            alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
+            for some in _in_parts(alike, costs):
+                invert(some, DAMPING_SHARE, damping, sides)
         workers.exchange(due)
         for b in due:
             self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])
@@ -122,11 +136,12 @@ class Preconditioner:
 
     def is_idle(self) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        return not self.schedule.renews(self.monitor.steps) and bool(self.blocks)
+        is_due = self.recorder.has_measured or self.schedule.renews(self.monitor.steps)
+        return not is_due and bool(self.blocks)
 
-    def knows_nothing(self, was_empty: bool) -> bool:
-        """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""
-        team, found = self.teams.current(), was_empty and not self.blocks
+    def knows_nothing(self) -> bool:
+        """Whether all batches so far were empty on all processes."""
+        team, found = self.team, self.recorder.was_empty and not self.blocks
         if team.processes.size > 1:
             is_new = not team.statistics.layout  # the same on all processes
             found = is_new and team.processes.all_reduce_max([float(not found)]) == [0.0]
@@ -135,8 +150,7 @@ class Preconditioner:
     @full_precision()
     def solve(self, gradients: Named, trained: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 g``, local shards; without curvature ``g`` over the mean eigenvalue of all blocks."""
-        workers = self.teams.current().workers
-        is_spread = any(map(is_sharded, trained.values()))
+        workers, is_spread = self.team.workers, any_sharded(trained.values())
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
         right = self.store.right_hand_sides(whole, trained)
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
@@ -150,9 +164,8 @@ class Preconditioner:
 
     def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
         """`solve` for all layers of a vector at once, where every process has whole tensors and all inverses."""
-        workers = self.teams.current().workers
-        is_plain = type(self.store).right_hand_sides is CurvatureStore.right_hand_sides
-        if not is_plain or workers.width < workers.processes.size or any(map(is_sharded, trained.values())):
+        workers = self.team.workers
+        if not self.is_plain or workers.width < workers.processes.size or any_sharded(trained.values()):
             return LayerVector.of(vector.layout, self.solve(vector, trained))
         if self.solver is None or self.solver.layout is not vector.layout:
             self.solver = VectorSolver(vector.layout, self.blocks)
@@ -160,14 +173,15 @@ class Preconditioner:
             return self.solver(vector)
 
 
-def _in_parts(blocks: Sequence[Block]) -> list[list[Block]]:
+def _in_parts(blocks: Sequence[Block], costs: Mapping[str, Sequence[float]]) -> list[list[Block]]:
     """Blocks one after the other in parts, each of at most `MOST_WORK` operations or of one block."""
     parts: list[list[Block]] = []
     work = math.inf
     for block in blocks:
-        work += block.cost
+        cost = sum(costs[block.names[0]])
+        work += cost
         if work > MOST_WORK:
             parts.append([])
-            work = block.cost
+            work = cost
         parts[-1].append(block)
     return parts

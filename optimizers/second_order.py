@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,17 +28,17 @@ from curvature.recording import ModelState, force_eager, is_sharded, warn_once
 from optimizers.arguments import check_numbers, check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
-from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
+from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
-from optimizers.recording.recorder import Recorder, weakly
+from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule, first_evaluation
+from optimizers.steps.rule import Outcome, StepContext, StepRule, first_evaluation
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
@@ -78,7 +78,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             monitor=self.monitor, teams=self.teams, backprops=backprops, owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
-            store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
+            store, self.recorder, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.expect()
         self.empty_steps = 0  # in a row
@@ -91,7 +91,6 @@ class SecondOrderOptimizer(ModelOptimizer):
     # -- a step
 
     @torch._disable_dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 
@@ -117,9 +116,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             check_numbers(group)
         if closure is None and self._is_at_rest():
             return None
-        loss = self._run(closure).loss
-        self._gather_displacement()
-        return loss
+        with torch.no_grad():
+            return self._run(closure).loss
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
         """One update for residuals r (M,), the loss being ``1/2 ||r||^2``.
@@ -146,12 +144,14 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _is_at_rest(self) -> bool:
         """Whether no parameter could move: `torch.distributed.checkpoint` takes such a step to create the state."""
-        is_unable = self.rule.needs_closure or not self.store.blocks
-        return self.residual_rule is None and is_unable and not any(group["lr"] for group in self.param_groups)
+        if self.residual_rule is not None or (self.store.blocks and not self.rule.needs_closure):
+            return False
+        return not any(group["lr"] for group in self.param_groups)
 
     def _run(self, closure: Callable[[], Any] | None) -> Outcome:
         """Make a step by the rule, apply its displacement, and report it to monitor and schedule."""
         self.recorder.reset()
+        self.recorder.scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._follow_parameters()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
@@ -160,11 +160,12 @@ class SecondOrderOptimizer(ModelOptimizer):
         start, context = time.perf_counter(), self._context(closure)
         rule = self.residual_rule or self.rule
         is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
-        with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
-            outcome = self._step_on_residuals(context) if self.residual_rule else self._step_on_loss(context)
+        make = self._step_on_residuals if self.residual_rule else self._step_on_loss
+        with self.monitor.watching():
+            outcome = force_eager()(make)(context) if is_differentiated else make(context)
         if outcome.displacement:
             trained = context.trained if closure is None else self.trained()  # the closure may have renamed them
-            move({name: to_local(trained[name]) for name in outcome.displacement}, outcome.displacement)
+            move(trained, outcome.displacement)
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.renewal.renewed:
             self.warn_of_unknown_parameters()
@@ -176,7 +177,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()
         self._note_emptiness(outcome)
-        self.recorder.expect()
+        self._expect()
         return outcome
 
     # -- a loss or residuals: what the first closure returns decides, for good
@@ -184,7 +185,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _step_on_loss(self, context: StepContext) -> Outcome:
         """By the rule. If the first closure returns residuals, undo its side effects and step on them instead."""
         is_first = context.closure is not None and not self.takes_loss
-        before = ModelState(context.model) if is_first else None
+        before = ModelState(self.model) if is_first else None
         evaluation = first_evaluation(self.rule, context) if is_first else self.rule.evaluate(context)
         if self.takes_loss and evaluation.is_residuals and len(evaluation.value) == 1:
             evaluation = replace(evaluation, value=evaluation.value[0])
@@ -239,12 +240,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         trained = self.trained()
         if self.teams.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
-        return StepContext(
-            model=self.model, closure=closure, trained=trained, options=self.options(),
-            states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
-            preconditioner=self.preconditioner, monitor=self.monitor, owner=type(self).__name__,
-            scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
-        )  # fmt: skip
+        states = {name: self.state[p] for name, p in trained.items()}
+        return StepContext(closure, trained, self.options(), states, self.preconditioner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
@@ -310,8 +307,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)
-        self.recorder.expect()
-        self._gather_displacement()
+        self._expect()
 
     def _parts(self) -> dict[str, Any]:
         schedule, residual = self.preconditioner.schedule, self.residual_rule
@@ -342,22 +338,22 @@ class SecondOrderOptimizer(ModelOptimizer):
         states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}
         return dict(self.rule.last_displacement(states))
 
-    def _gather_displacement(self) -> None:
-        """Have the whole of what is sharded at hand, if the next forward pass asks for it."""
-        found = self._displacement() if self.recorder.may_be_due() else {}
+    def _expect(self) -> None:
+        """Prepare for the next forward pass; have the whole of displacements that are sharded at hand, if it asks."""
+        found = self._displacement() if self.recorder.expect() else {}
         self.gathered = {name: to_full(to_local(d), d) for name, d in found.items() if is_sharded(d)}
 
-    @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Bring all state to the precision and device that the parameters have now."""
         before, self.forms = self.forms, self._forms()
-        if all(before.get(k, form) == form for k, form in self.forms.items()):
+        if self.forms == before or all(before.get(k, form) == form for k, form in self.forms.items()):
             return
         parts = self._parts()
-        self._load_parts(parts | {"curvature": curvature_of(self, parts["curvature"])})
-        for p, state in self.state.items():
-            if isinstance(p, Tensor):
-                state.update({k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape})
+        with torch.no_grad():
+            self._load_parts(parts | {"curvature": curvature_of(self, parts["curvature"])})
+            for p, state in self.state.items():
+                if isinstance(p, Tensor):
+                    state |= {k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape}
         self.teams.move(next(self.model.parameters()).device)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -367,10 +363,11 @@ class SecondOrderOptimizer(ModelOptimizer):
 
 
 def move(parameters: Mapping[str, Tensor], displacement: Mapping[str, Tensor]) -> None:
-    """Add a displacement to parameters, in one call for each device."""
-    names = iter(parameters)
-    for own in by_device(list(parameters.values())):
-        torch._foreach_add_(own, [displacement[next(names)] for _ in own])
+    """Add a displacement to the local shards of parameters, in one call for each device."""
+    moved = [parameters[name] for name in displacement]
+    steps = iter(displacement.values())
+    for own in by_device(list(map(to_local, moved)) if any_sharded(moved) else moved):
+        torch._foreach_add_(own, [next(steps) for _ in own])
 
 
 def checked_model(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class VectorSolver:
         found = LayerVector(self.layout, [torch.empty_like(x) for x in vector.vectors])
         for part in self.parts:
             part(vector, found)
-        solved = solved_by_name(self.others, vector)
+        solved = solved_by_name(self.others, vector) if self.others else {}
         solved |= {name: vector[name] / self.mean.to(vector[name]) for name in self.left}
         names = iter(solved)
         for own in by_device(list(solved.values())):  # in one call
@@ -62,12 +64,20 @@ def _kronecker_part(blocks: Sequence[Any], family: int, first: int) -> Part:
     block, rows = blocks[0], slice(first, first + len(blocks))
     inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
     here, dtype = block.scheme.arrangement, block.scheme.dtype
+    shapes: Sequence[tuple[int, ...]] = here.shapes
+    join: Callable[[Sequence[Tensor]], Tensor] = here.to_matrices
+    split: Callable[[Tensor], Sequence[Tensor]] = here.from_matrices
+    if here.order is None:  # entries are in memory as in matrices (g, o, i), but for the bias
+        groups, outputs, inputs = here.sides
+        widths = (inputs,) if len(shapes) == 1 else (inputs - 1, 1)
+        shapes = [(groups, outputs, width) for width in widths]
+        join = operator.itemgetter(0) if len(shapes) == 1 else partial(torch.cat, dim=-1)
+        split = partial(torch.split_with_sizes, split_sizes=widths, dim=-1)
 
     def solve(vector: LayerVector, found: LayerVector) -> None:
-        tensors = vector.stacked(family, rows)
-        x = here.to_matrices(tensors).to(dtype)
-        u = inverse(x.reshape(-1, *x.shape[-2:]), own=len(tensors) > 1).view_as(x)
-        for out, part in zip(found.stacked(family, rows), here.from_matrices(u), strict=True):
+        x = join(vector.stacked(family, rows, shapes)).to(dtype)
+        u = inverse(x.reshape(-1, *x.shape[-2:]), own=len(shapes) > 1).view_as(x)
+        for out, part in zip(found.stacked(family, rows, shapes), split(u), strict=True):
             out.copy_(part)
 
     return solve

@@ -117,10 +117,10 @@ class DenseMatrix(Matrix):
         return self.entries
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
-        return self.entries @ x
+        return torch.bmm(self.entries, x)
 
     def right(self, x: Tensor, own: bool = False) -> Tensor:
-        return x @ self.entries
+        return torch.bmm(x, self.entries)
 
     @property
     def T(self) -> Matrix:

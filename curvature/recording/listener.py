@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -18,14 +18,16 @@ from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import trained_parameters
 from curvature.recording.tape import Tape, tensors_in
 
+NO_CONTEXTS = ExitStack()
+
 
 @dataclass
 class Call:
     """A forward pass that goes on: its frame, what records it, if anything does, and the contexts that it runs in."""
 
     frame: FrameType
-    recorder: RecordingMode | None
-    contexts: ExitStack = field(default_factory=ExitStack)
+    recorder: RecordingMode | None = None
+    contexts: ExitStack = NO_CONTEXTS
 
 
 class Listener:
@@ -82,31 +84,32 @@ class Listener:
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules.modules
         # a root that calls itself records once
-        is_nested = bool(self.running) if is_submodule else any(call.recorder for call in self.running)
+        is_nested = bool(self.running) and (is_submodule or any(call.recorder for call in self.running))
         tape = None if is_nested else self.start()
-        recorder = None if tape is None else RecordingMode(tape, compiled.unwrap_compiled(self.model()))
-        call = Call(sys._getframe(1), recorder)
-        self.running.append(call)
-        if call.recorder is None:
+        if tape is None:
+            self.running.append(Call(sys._getframe(1)))
             return
+        recorder, contexts = RecordingMode(tape, compiled.unwrap_compiled(self.model())), ExitStack()
+        self.running.append(Call(sys._getframe(1), recorder, contexts))
         if is_submodule:
             self.submodules.begin(module, list(tensors_in(args, kwargs)))
         else:
             self.submodules.remove()
         self.may_be_compiled = compiled.is_within_compiled()
-        call.contexts.enter_context(compiled.force_eager_nonreentrant())
-        call.recorder.mark_as_data((args, kwargs))
-        call.recorder.tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
-        call.contexts.enter_context(call.recorder)
+        contexts.enter_context(compiled.force_eager_nonreentrant())
+        recorder.mark_as_data((args, kwargs))
+        tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
+        contexts.enter_context(recorder)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._listens_to(module) or not self.running:
             return
         call = self.running.pop()
+        if (recorder := call.recorder) is None:
+            return
         call.contexts.close()
-        recorder = call.recorder
         # after an exception, always_call passes None as the output
-        if recorder and (output is not None or sys.exc_info()[1] is recorder.exception_before):
+        if output is not None or sys.exc_info()[1] is recorder.exception_before:
             self.done(recorder.tape, output)
 
     def _listens_to(self, module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvature.recording import is_sharded
+
+PLAIN = {Tensor, nn.Parameter}
+
+
+def any_sharded(tensors: Collection[Any]) -> bool:
+    """Whether one of the tensors is spread over processes."""
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
 
 
 def refuse_sharded(model: Any, what: str) -> None:

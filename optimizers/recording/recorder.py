@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature.linalg import stack
+from curvature.linalg import stack, widen
 from curvature.losses import Injection, empirical, isotropic
 from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStore
@@ -29,6 +29,20 @@ from optimizers.schedule import Schedule
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
 
 
+class Scaling(NamedTuple):
+    """What a `torch.amp.GradScaler` has passed to the optimizer for a step."""
+
+    scale: Tensor | None = None  # of the loss (); None without a scaler, or after `unscale_`
+    found_inf: Tensor | None = None  # whether it found gradients that are not finite; None without a scaler
+
+    def unscale(self, gradients: Named) -> None:
+        """Divide gradients in place by the scale."""
+        if self.scale is not None:
+            inverse = widen(self.scale).reciprocal()
+            for g in gradients.values():
+                g.mul_(inverse.to(g.device, torch.promote_types(g.dtype, torch.float32)))
+
+
 class Recorder:
     """Hooks on a model that record its forward passes before steps that renew the curvature.
 
@@ -44,7 +58,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.model, self.parameters, self.displacement = unwrap_compiled(model), parameters, displacement
         self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, teams, loss)
-        self.outputs = OutputScale()
+        self.outputs, self.scaling = OutputScale(), Scaling()
         self.inject, self.loss, self.seed = inject, loss, seed
         self.schedule, self.monitor, self.teams, self.owner = schedule, monitor, teams, owner
         self.generator: torch.Generator | None = None  # of the random vectors; None before the first
@@ -64,9 +78,11 @@ class Recorder:
         """Whether the next step renews the curvature, by its number."""
         return not self.is_paused and self.schedule.renews(self.monitor.steps)
 
-    def expect(self) -> None:
-        """Make compiled models run eagerly until the next step, if that step may renew the curvature."""
-        self.listener.expect(self.may_be_due())
+    def expect(self) -> bool:
+        """Whether the next step may renew the curvature. Then compiled models run eagerly until it comes."""
+        may_be_due = self.may_be_due()
+        self.listener.expect(may_be_due)
+        return may_be_due
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,12 +202,22 @@ class Recorder:
 
     # -- for a step
 
-    def settle(self, scale: Callable[[], float]) -> None:
-        """Complete `passes.total` for a step; `scale` returns the factor that a GradScaler put on the loss."""
+    def settle(self) -> None:
+        """Complete `passes.total` for a step."""
         if self.listener.submodules.problem:
             raise RuntimeError(self.listener.submodules.problem)
         self.passes.settle()
-        self.loss_backprops.deliver(scale)
+        self.loss_backprops.deliver(self._loss_scale)
+
+    def _loss_scale(self) -> float:
+        """The factor that a GradScaler put on the loss."""
+        scale, found_inf = self.scaling
+        if scale is None and found_inf is not None:
+            raise RuntimeError(
+                f"{self.owner}: inject=empirical() takes the backprops of the loss, and GradScaler.unscale_ "
+                "was called before the step, so that their scale is unknown; leave unscale_ out or use isotropic()"
+            )
+        return 1.0 if scale is None else float(scale)
 
     @property
     def has_measured(self) -> bool:
@@ -233,7 +259,7 @@ class Recorder:
                 self.generator.manual_seed(self.seed + self.monitor.steps)
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(method: Any) -> Callable[..., Any]:
     """A method that does not keep its object alive; None, and nothing is done, once that is gone."""
-    known = weakref.WeakMethod(method)
-    return lambda *args: None if (alive := known()) is None else alive(*args)
+    known, function = weakref.ref(method.__self__), method.__func__
+    return lambda *args: None if (alive := known()) is None else function(alive, *args)

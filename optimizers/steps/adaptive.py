@@ -17,7 +17,7 @@ from curvature.preconditioners import Block
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.layer_vector import inner
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule, replayed
+from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import are_finite, kept_by_decay, restoring, set_parameters
 
@@ -51,8 +51,7 @@ class AdaptiveStep(StepRule):
         self.confirmed, self.batches = 1.0, 0
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        what = "(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
-        return replayed(context, what)
+        return self.replayed(context, "(adaptive=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         replay = evaluation.replay
@@ -60,7 +59,8 @@ class AdaptiveStep(StepRule):
         loss, rollbacks = evaluation.value, 0
         if not context.gradients():
             return Outcome(loss)
-        if context.knows_nothing():
+        parts = context.preconditioner
+        if parts.knows_nothing():
             return Outcome(loss, is_skipped=True)
         renewal = _renewed_if_finite(context, loss)
         if renewal is None and self.last:
@@ -69,13 +69,13 @@ class AdaptiveStep(StepRule):
         gradients = context.gradients()
         if renewal is None:
             return Outcome(loss, is_skipped=True)
-        with context.monitor.timed("model"):
+        with parts.monitor.timed("model"):
             before = self._loss_before(replay)
-        with context.monitor.timed("direction"):
-            groups = grouped_by_layer(context.solve(gradients), context.preconditioner.blocks)
-        with context.monitor.timed("model"):
+        with parts.monitor.timed("direction"):
+            groups = grouped_by_layer(context.solve(gradients), parts.blocks)
+        with parts.monitor.timed("model"):
             rates = {name: group["lr"] for name, group in context.options.items()}
-            entry = context.attempt(lambda: self.move(replay, loss, gradients, groups, rates, before))
+            entry = parts.monitor.attempt(lambda: self.move(replay, loss, gradients, groups, rates, before))
         for name, group in context.options.items():
             if group["weight_decay"] and name in gradients and entry["accepted"]:
                 context.trained[name].mul_(kept_by_decay(group))
@@ -85,11 +85,11 @@ class AdaptiveStep(StepRule):
 
     def _before_last_step(self, context: StepContext, replay: Replay) -> tuple[Tensor, Renewal | None]:
         """The loss before the last step, and what was renewed with it; None, and the step stays, if it is bad, too."""
-        context.recorder.discard()
-        parameters = dict(context.model.named_parameters())
+        context.preconditioner.recorder.discard()
+        parameters = dict(replay.model.named_parameters())
         there = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
-        with context.monitor.timed("closure"):
+        with context.preconditioner.monitor.timed("closure"):
             loss = replay.again()
         renewal = _renewed_if_finite(context, loss)
         if renewal is None:  # it was the batch
@@ -224,12 +224,13 @@ class HandOverStep(StepRule):
         return outcome
 
     def _hand_over(self, context: StepContext) -> None:
-        self.step_of_change = self.then.begin = context.monitor.steps + 1
+        parts = context.preconditioner
+        self.step_of_change = self.then.begin = parts.monitor.steps + 1
         if self.intervals is not None:
-            schedule = context.preconditioner.schedule
+            schedule = parts.schedule
             schedule.factor_every, schedule.decompose_every = self.intervals
         self.first.forget()
-        LOG.warning("%s: %s", context.owner, self.report())
+        LOG.warning("%s: %s", parts.owner, self.report())
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         return self.then.last_displacement(states)

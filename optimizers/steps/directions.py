@@ -44,18 +44,20 @@ class Momentum:
         layout, states = g.layout, context.states
         before = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
-        horizon = max(recall * min(HORIZON + GROWTH * context.monitor.steps, LONGEST_HORIZON), 1.0)
+        horizon = min(HORIZON + GROWTH * context.preconditioner.monitor.steps, LONGEST_HORIZON)
+        horizon = max(recall * horizon, 1.0)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
         for momentum, (first, *_) in zip(momenta, layout.first_layers, strict=True):
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
-        mean = right = before.mixed(g, [1 - share for share in shares], shares, clip)
+        times = [clip.to(x)[None] for x in g.vectors]
+        mean = right = before.mixed(g, [1 - share for share in shares], shares, times)
         if None in momenta:
             present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
             both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
-            right = before.mixed(g, [1 - share for share in both], both, clip)
-        u = context.solve_vector(right)
+            right = before.mixed(g, [1 - share for share in both], both, times)
+        u = context.preconditioner.solve_vector(right, context.trained)
 
         def keep() -> None:
             self.mean = mean
@@ -90,7 +92,7 @@ class Spring:
             right.multiply_layers_([a * b for a, b in zip(dampings, momenta, strict=True)])
             for x, y in zip(right.vectors, g.vectors, strict=True):
                 x.add_(y)
-        u = context.solve_vector(right)
+        u = context.preconditioner.solve_vector(right, context.trained)
         kept = LayerVector(layout, [x.clone() for x in u.vectors]) if any(momenta) else None  # steps scale u in place
 
         def keep() -> None:
@@ -106,7 +108,8 @@ class Spring:
 
 def _dampings(context: StepContext, layout: Layout) -> list[float]:
     """The damping that the block of each layer was decomposed with; zero where there is none."""
-    found = [getattr(context.block_of(first), "damping", None) for first, *_ in layout.layers]
+    blocks = {name: block for block in context.preconditioner.blocks for name in block.names}
+    found = [getattr(blocks.get(first), "damping", None) for first, *_ in layout.layers]
     tensors = [x for x in found if isinstance(x, Tensor)]
-    numbers = iter(joined(tensors, context.home).tolist() if tensors else ())
+    numbers = iter(joined(tensors, layout.home).tolist() if tensors else ())
     return [next(numbers) if isinstance(x, Tensor) else float(x or 0.0) for x in found]

@@ -45,7 +45,7 @@ class GaussNewton:
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
-        with context.monitor.timed("gram"):
+        with context.preconditioner.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
             problem.prepare(0.0 if self._by_damping else shared_option(context.options, "damping") or 0.0)
         own = {name: context.trained[name] for name in jacobian.shapes}
@@ -78,7 +78,7 @@ class _Step:
         self, memory: GaussNewton, problem: LeastSquares, values: Tensor, search: LineSearch, context: StepContext
     ) -> None:
         self.memory, self.problem, self.values, self.search = memory, problem, values, search
-        self.options, self.timed = context.options, context.monitor.timed
+        self.options, self.timed = context.options, context.preconditioner.monitor.timed
 
     def line_search(self) -> tuple[dict[str, Any], LinePoint]:
         """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from curvature.linalg import by_device, widen
 from curvature.operators import Named
 from curvature.recording import is_sharded
-from optimizers.distributed.sharding import to_local, to_sharded
+from optimizers.distributed.sharding import any_sharded, to_local, to_sharded
 
 Layer = tuple[str, ...]  # names of its parameters
 Shapes = tuple[tuple[int, ...], ...]  # of the parameters of a layer
 MOST_ENTRIES = 1 << 28  # of a vector, in one product
+WIDE = {torch.float64: torch.float64}  # the precision to sum in, which is single for all others
 
 
 class Family(NamedTuple):
@@ -36,6 +37,8 @@ class Layout:
     """Where tensors are in vectors, one for each run of families that share device, precision and kind."""
 
     runs: tuple[tuple[Family, ...], ...]
+    home: torch.device  # where the numbers of a step are, if layers are on several devices
+    whole: Mapping[str, Layer]  # by name the layer that was asked for, of which those of the layout may be parts
 
     @functools.cached_property
     def families(self) -> list[Family]:
@@ -51,6 +54,12 @@ class Layout:
         return [name for layer in self.layers for name in layer]
 
     @functools.cached_property
+    def owners(self) -> list[Layer]:
+        """For each layer what it is a part of; empty if all are whole."""
+        found = [self.whole.get(layer[0], layer) for layer in self.layers]
+        return found if len(set(found)) < len(found) else []
+
+    @functools.cached_property
     def first_layers(self) -> list[Layer]:
         """Of each run: what holds for it holds for all."""
         return [run[0].layers[0] for run in self.runs]
@@ -59,18 +68,19 @@ class Layout:
     def names_by_run(self) -> list[list[str]]:
         return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
 
+    @functools.cached_property
+    def tensors(self) -> list[tuple[list[int], list[tuple[int, ...]]]]:
+        """Of each run: sizes and shapes of its tensors."""
+        sizes = [[size for family in run for size in family.sizes * len(family.layers)] for run in self.runs]
+        shapes = [[shape for family in run for shape in family.shapes * len(family.layers)] for run in self.runs]
+        return list(zip(sizes, shapes, strict=True))
 
-def pieces(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
-    """The tensors of a vector, in its memory."""
-    shapes = [shape for family in run for shape in family.shapes * len(family.layers)]
-    parts = vector.split_with_sizes([size for family in run for size in family.sizes * len(family.layers)])
-    return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
-
-
-def rows_of(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
-    """For each family the layers of a vector as rows (n, d), in its memory."""
-    parts = vector.split_with_sizes([len(family.layers) * sum(family.sizes) for family in run])
-    return [x.view(len(family.layers), -1) for x, family in zip(parts, run, strict=True)]
+    @functools.cached_property
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Of each run: the sizes of its families, and their numbers of layers."""
+        counts = [[len(family.layers) for family in run] for run in self.runs]
+        sizes = [[len(family.layers) * sum(family.sizes) for family in run] for run in self.runs]
+        return list(zip(sizes, counts, strict=True))
 
 
 class LayerVector(Mapping[str, Tensor]):
@@ -82,18 +92,25 @@ class LayerVector(Mapping[str, Tensor]):
     @staticmethod
     def of(layout: Layout, tensors: Named) -> LayerVector:
         """Copies of tensors."""
-        whole = lambda names: torch.cat([tensors[name].reshape(-1) for name in names])
-        return LayerVector(layout, list(map(whole, layout.names_by_run)))
+        each = [torch.cat([tensors[name].reshape(-1) for name in names]) for names in layout.names_by_run]
+        return LayerVector(layout, each)
 
     @functools.cached_property
     def views(self) -> dict[str, Tensor]:
-        found = (x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in pieces(*pair))
-        return dict(zip(self.layout.names, found, strict=True))
+        names, found = iter(self.layout.names), {}
+        for vector, (sizes, shapes) in zip(self.vectors, self.layout.tensors, strict=True):
+            for x, shape in zip(vector.split_with_sizes(sizes), shapes, strict=True):
+                found[next(names)] = x.view(shape)
+        return found
 
     @functools.cached_property
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
-        return [x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in rows_of(*pair)]
+        found = []
+        for vector, (sizes, counts) in zip(self.vectors, self.layout.rows, strict=True):
+            for x, count in zip(vector.split_with_sizes(sizes), counts, strict=True):
+                found.append(x.view(count, -1))
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -101,39 +118,50 @@ class LayerVector(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout.names)
 
+    def items(self) -> ItemsView[str, Tensor]:
+        return self.views.items()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self.views.values()
+
     def __len__(self) -> int:
         return len(self.layout.names)
 
-    def stacked(self, family: int, layers: slice) -> list[Tensor]:
+    def stacked(self, family: int, layers: slice, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
-        rows, (_, shapes, sizes) = self.rows[family][layers], self.layout.families[family]
+        rows, sizes = self.rows[family][layers], self.layout.families[family].sizes
         parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
-        return [x.view(len(rows), *shape) for x, shape in zip(parts, shapes, strict=True)]
+        return [x.view(rows.shape[0], *shape) for x, shape in zip(parts, shapes, strict=True)]
 
-    def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
-        """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""
-        # one pass over memory: an outer product with a vector of one entry takes a factor that is on the device
-        mix = lambda x, y, a, b: torch.addr(x[:, None], y, times.to(y)[None], beta=a, alpha=b).squeeze(1)
-        return LayerVector(self.layout, list(map(mix, self.vectors, other.vectors, own, others)))
+    def mixed(
+        self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Sequence[Tensor]
+    ) -> LayerVector:
+        """``own * self + others * times * other``, with numbers for each run, and `times` (1,) where it is."""
+        found = []
+        for x, y, a, b, factor in zip(self.vectors, other.vectors, own, others, times, strict=True):
+            # one pass over memory: an outer product with a vector of one entry takes a factor that is on the device
+            found.append(torch.addr(x[:, None], y, factor, beta=a, alpha=b).squeeze(1))
+        return LayerVector(self.layout, found)
 
     def dot(self, other: LayerVector) -> list[Tensor]:
         """The inner product of each run, a scalar where it is, in single precision at least."""
-        return [inner(*pair) for pair in zip(self.vectors, other.vectors, strict=True)]
+        return list(map(inner, self.vectors, other.vectors))
 
     def layer_dots(self, other: LayerVector) -> list[Tensor]:
         """The inner products of layers, (n,) for each family."""
-        return [torch.linalg.vecdot(*_wide(*pair)) for pair in zip(self.rows, other.rows, strict=True)]
+        return [torch.linalg.vecdot(*_wide(x, y)) for x, y in zip(self.rows, other.rows, strict=True)]
 
     def layer_norms(self) -> list[Tensor]:
         """The norms of layers, (n,) for each family."""
-        return [torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in self.rows]
+        norm = torch.linalg.vector_norm
+        return [norm(x, dim=1, dtype=WIDE.get(x.dtype, torch.float32)) for x in self.rows]
 
     def multiply_layers_(self, factors: Sequence[float]) -> None:
         """Multiply each layer by a number; by zero it is zero, whatever it was."""
         layers = [x for rows in self.rows for x in rows.unbind()]
-        zero = [x for x, factor in zip(layers, factors, strict=True) if not factor]
-        for x in zero:
-            x.zero_()
+        for x, factor in zip(layers, factors, strict=True):
+            if not factor:
+                x.zero_()
         left = iter(factors)
         for own in by_device(layers):
             torch._foreach_mul_(own, [next(left) for _ in own])
@@ -147,8 +175,10 @@ def of_states(
     They are `kept`, of the last step, unless a user, a checkpoint or another layout has replaced it.
     """
     known = [states[name].get(key) for name in layout.names]
-    if kept is not None and kept.layout is layout and all(map(_is_view, known, kept.views.values())):
-        return kept
+    if kept is not None and kept.layout is layout:
+        views = kept.views.values()
+        if all(map(operator.is_, known, views)) or all(map(_is_view, known, views)):
+            return kept
     own = [trained[name] for name in layout.names]
     found = [to_local(torch.zeros_like(p) if x is None else x) for x, p in zip(known, own, strict=True)]
     return LayerVector.of(layout, dict(zip(layout.names, found, strict=True)))
@@ -156,8 +186,9 @@ def of_states(
 
 def to_states(vector: LayerVector, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> None:
     """Put a vector in the states of its parameters."""
+    is_spread = any_sharded(trained.values())
     for name, view in vector.views.items():
-        states[name][key] = to_sharded(view, trained[name])
+        states[name][key] = to_sharded(view, trained[name]) if is_spread else view
 
 
 def _is_view(known: Any, view: Tensor) -> bool:
@@ -165,29 +196,33 @@ def _is_view(known: Any, view: Tensor) -> bool:
 
 
 def layout_of(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
-    """Tensors of one `kind`, precision and device are in one vector, layers of one form next to each other."""
+    """Tensors of one `kind`, precision and device are in one vector, layers of one form next to each other.
 
+    What is in none of the layers is one of its own.
+    """
     kinds: dict[Hashable, int] = {}  # numbered, for a layout that stays the same while all rates change
-
-    def known(name: str) -> tuple[Hashable, ...]:
-        x = tensors[name]
-        return name, tuple(x.shape), (x.device, x.dtype, kinds.setdefault(kind(name), len(kinds)))
-
-    return _layout(tuple(tuple(map(known, layer)) for layer in layers))
+    number = kinds.setdefault
+    forms = [(name, x.shape, (x.device, x.dtype, number(kind(name), len(kinds)))) for name, x in tensors.items()]
+    return _layout(tuple(layers), tuple(forms))
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
-    """The layout of layers, given name, shape and kind of each parameter; those of different kinds are apart."""
+def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...]) -> Layout:
+    """The layout of tensors, given name, shape and kind of each; those of different kinds are apart."""
+    named = {form[0]: form for form in forms}
+    parts = [tuple(name for name in layer if name in named) for layer in layers]
+    layer_of = {name: layer for layer in parts for name in layer}
     found: dict[Any, dict[Shapes, list[Layer]]] = {}
-    for whole in layers:
-        for own, parts in itertools.groupby(whole, operator.itemgetter(2)):
-            names, shapes, _ = zip(*parts, strict=True)
+    for layer in dict.fromkeys(layer_of.get(name, (name,)) for name in named):
+        for own, alike in itertools.groupby((named[name] for name in layer), operator.itemgetter(2)):
+            names, shapes, _ = zip(*alike, strict=True)
             found.setdefault(own, {}).setdefault(shapes, []).append(names)
     family = lambda shapes, layers: Family(tuple(layers), shapes, tuple(map(math.prod, shapes)))
     runs = {own: tuple(itertools.starmap(family, of.items())) for own, of in found.items()}
     devices = list(dict.fromkeys(device for device, _, _ in runs))
-    return Layout(tuple(runs[own] for own in sorted(runs, key=lambda own: devices.index(own[0]))))
+    home = devices[0] if devices else torch.device("cpu")
+    ordered = sorted(runs, key=lambda own: devices.index(own[0]))
+    return Layout(tuple(runs[own] for own in ordered), home, layer_of)
 
 
 def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
@@ -198,14 +233,14 @@ def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
 def inner(one: Tensor, other: Tensor) -> Tensor:
     """The product of tensors of one shape, in single precision at least, in parts: BLAS counts to 2^31 entries."""
     one, other = one.flatten(), other.flatten()
-    if len(one) <= MOST_ENTRIES:
+    if one.numel() <= MOST_ENTRIES:
         return torch.dot(*_wide(one, other))
     parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)
     return torch.stack([torch.dot(*_wide(*pair)) for pair in parts]).sum()
 
 
 def _wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = at_least_single([one])
+    dtype = WIDE.get(one.dtype, torch.float32)
     return (one, other) if one.dtype == other.dtype == dtype else (one.to(dtype), other.to(dtype))
 
 

@@ -15,7 +15,7 @@ from optimizers.preconditioner import Options
 from optimizers.steps.directions import Spring
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import tried_together
-from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule, replayed
+from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule, layout_of_step
 from optimizers.steps.updates import are_finite, kept_by_decay, restoring
 
 MOST_HALVINGS = 30  # of a step
@@ -86,7 +86,7 @@ class LineSearchStep(StepRule):
         self.counts: dict[str, int] = {}  # of a `LineSearch`
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        return replayed(context, "(line_search=True).step: pass a closure that computes the loss")
+        return self.replayed(context, "(line_search=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         loss, gradients, replay = evaluation.value, context.gradients(), evaluation.replay
@@ -94,16 +94,17 @@ class LineSearchStep(StepRule):
         if not gradients or not are_finite([loss, *gradients.values()]):
             return Outcome(loss, is_skipped=True)
         renewal = context.renew(gradients)
-        with context.monitor.timed("solve"):
-            context.unscale(gradients)
-            g = LayerVector.of(context.layout(gradients), gradients)
-            direction = self.direction(context, g, torch.ones((), device=context.home), recall=1.0)
+        monitor = context.preconditioner.monitor
+        with monitor.timed("solve"):
+            context.preconditioner.recorder.scaling.unscale(gradients)
+            g = LayerVector.of(layout_of_step(context, gradients), gradients)
+            direction = self.direction(context, g, torch.ones((), device=g.layout.home), recall=1.0)
             direction.keep()
             directions = direction.u
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)
-        with context.monitor.timed("trials"), restoring(own, search.starts):
+        with monitor.timed("trials"), restoring(own, search.starts):
             found = search.lowest(step.mul, search.origin, "straight")
             accept(search, found, context.options)
         entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}

@@ -115,15 +115,19 @@ class ResidualStep(StepRule):
 
     def evaluate(self, context: StepContext) -> Evaluation:
         if context.closure is None:
-            raise TypeError(f"{context.owner}.step: the closure returned residuals before; pass it at every step")
+            raise TypeError(
+                f"{context.preconditioner.owner}.step: the closure returned residuals before; pass it at every step"
+            )
         return Evaluation()
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         assert context.closure is not None
-        with context.monitor.timed("closure"):
-            replay = ResidualReplay(context.model, context.closure, context.team.processes)
+        parts = context.preconditioner
+        model, timed = parts.recorder.model, parts.monitor.timed
+        with timed("closure"):
+            replay = ResidualReplay(model, context.closure, parts.team.processes)
         if torch.finfo(replay.values.dtype).bits < 64:
-            warn_once(SINGLE_PRECISION, context.owner, str(replay.values.dtype), logger="optimizers")
+            warn_once(SINGLE_PRECISION, parts.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
         if len(replay.values) not in self.known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
             replay.before.restore_buffers()
@@ -131,11 +135,11 @@ class ResidualStep(StepRule):
         for name in ("damping", "momentum"):
             shared_option(context.options, name)
         try:
-            with context.monitor.timed("jacobian"):
-                jacobian = replay.jacobian(context.model)
+            with timed("jacobian"):
+                jacobian = replay.jacobian(model)
             check_trained(jacobian.shapes, context.trained)
             self.known.add(len(replay.values))
-            with context.monitor.timed("step"):
+            with timed("step"):
                 entry = self._moved(jacobian, replay, context, loss)
         finally:
             replay.after.restore()
@@ -153,7 +157,7 @@ class ResidualStep(StepRule):
         good = all_finite([loss, *jacobian.transposed(replay.values).values()])  # a root of zero has no derivative
         is_good, value = map(float, to_host([good, loss]))
         move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
-        return context.attempt(move)
+        return context.preconditioner.monitor.attempt(move)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}

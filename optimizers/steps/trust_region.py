@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.linalg import by_device
-from optimizers.distributed.sharding import to_local
+from curvature.linalg import by_device, widen
+from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
 from optimizers.steps.directions import Direction, Momentum, Spring
-from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
-from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule
+from optimizers.steps.layer_vector import Layer, LayerVector, Layout, at_least_single, joined, of_states, to_states
+from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule, layout_of_step
 from optimizers.steps.updates import kept_by_decay
 
 
@@ -151,23 +151,23 @@ class TrustRegionStep(StepRule):
         self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        c, loss, gradients, renewal = self.constants, evaluation.value, context.gradients(), Renewal()
-        if not gradients:
+        c, loss, parts, renewal = self.constants, evaluation.value, context.preconditioner, Renewal()
+        if not (gradients := context.gradients()):
             return Outcome(loss)
 
         # 1. where it is due, renew the curvature's running average, and the inverses of blocks
-        if context.is_idle():
-            context.unscale(gradients)
-        elif context.knows_nothing() or not context.unscale_and_check_finite(gradients):
+        if parts.is_idle():
+            parts.recorder.scaling.unscale(gradients)
+        elif parts.knows_nothing() or not context.unscale_and_check_finite(gradients):
             return self._left_out(context, loss, gradients)
         else:
             renewal = context.renew(gradients)
             self._compare_energies(context)
 
         # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
-        with context.monitor.timed("direction"):
-            g = LayerVector.of(context.layout(gradients), gradients)
-            last, squares = self._last(context, g.layout), joined(g.dot(g), context.home)
+        with parts.monitor.timed("direction"):
+            g = LayerVector.of(layout_of_step(context, gradients), gradients)
+            last, squares = self._last(context, g.layout), g.dot(g)
             clip, recall = _clip(context, g, squares, self.state, c), self.state.recall if self.state else 1.0
             found = self.direction(context, g, clip, recall)
             facts = _read(context, g, squares, last, found)
@@ -188,8 +188,8 @@ class TrustRegionStep(StepRule):
         change = math.sqrt(sum(energies) * self._output_gain(context))
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs
-        steps, lr = context.monitor.steps - self.begin, max(own["lr"] for own in context.options.values())
-        least_trust = c.first_trust / math.sqrt(max(context.preconditioner.layers, 1))
+        steps, lr = parts.monitor.steps - self.begin, max([own["lr"] for own in context.options.values()])
+        least_trust = c.first_trust / math.sqrt(max(parts.layers, 1))
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         else:
@@ -198,7 +198,7 @@ class TrustRegionStep(StepRule):
 
         # 6. no layer moves by more than a share of its norm
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
-        rates = within_trust(context, layout, size, state.trust, lengths, facts.sizes, lrs)
+        rates = within_trust(layout, size, state.trust, lengths, facts.sizes, lrs)
 
         # 7. the step, and what is to be known of it at the next one
         found.keep()
@@ -223,10 +223,11 @@ class TrustRegionStep(StepRule):
 
         Not with a GradScaler: it has bad batches until it has found its scale.
         """
-        undoes = not context.monitor.was_accepted and context.scaling.scale is None
-        if self.state is None or not undoes or context.knows_nothing():
+        parts = context.preconditioner
+        undoes = not parts.monitor.was_accepted and parts.recorder.scaling.scale is None
+        if self.state is None or not undoes or parts.knows_nothing():
             return Outcome(loss, is_skipped=True)
-        last = self._last(context, context.layout(gradients))
+        last = self._last(context, layout_of_step(context, gradients))
         self.state = undone(self.state, -math.inf, self.constants)
         return Outcome(loss, self._undo(context, last), is_skipped=True)
 
@@ -276,8 +277,9 @@ class TrustRegionStep(StepRule):
 
     def _scales(self, layout: Layout) -> list[float]:
         """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
-        own = [self.layers.get(first, LayerEnergies()) for first, *_ in layout.layers]
-        measured, predicted = (sum(getattr(layer, name) for layer in own) for name in ("measured", "predicted"))
+        nothing = LayerEnergies()
+        own = [self.layers.get(first, nothing) for first, *_ in layout.layers]
+        measured, predicted = sum([layer.measured for layer in own]), sum([layer.predicted for layer in own])
         most = self.constants.largest_scale
         return [
             min(max(measured / predicted * layer.predicted / layer.measured, 1 / most), most) if layer.measured else 1.0
@@ -312,37 +314,42 @@ class TrustRegionStep(StepRule):
 
 
 def _clip(
-    context: StepContext, g: LayerVector, squares: Tensor, state: TrustState | None, c: TrustRegionConstants
+    context: StepContext, g: LayerVector, squares: list[Tensor], state: TrustState | None, c: TrustRegionConstants
 ) -> Tensor:
     """What the gradient is multiplied by: one batch far out of scale must not dominate the running mean."""
+    home, trained = g.layout.home, context.trained
     if state is None or not state.norm:
-        return torch.ones((), device=context.home)
-    square = context.over_shards(squares, [layer[0] for layer in g.layout.first_layers]).sum()
-    return square.rsqrt_().mul_(c.longest_gradient * state.norm).clamp_(max=1.0)
+        return torch.ones((), device=home)
+    square = widen(squares[0])
+    if any_sharded(trained.values()) or len(squares) > 1:
+        square = sum_over_shards(joined(squares, home), [trained[first] for first, *_ in g.layout.first_layers]).sum()
+    return square.rsqrt().mul_(c.longest_gradient * state.norm).clamp_(max=1.0)
 
 
-def _read(context: StepContext, g: LayerVector, squares: Tensor, last: LayerVector, found: Direction) -> Facts:
+def _read(context: StepContext, g: LayerVector, squares: list[Tensor], last: LayerVector, found: Direction) -> Facts:
     """Ask for all numbers at once; all processes go by those of the first."""
-    layout, home = g.layout, context.home
-    parameters = [to_local(context.trained[name]) for name in layout.names]
-    runs, firsts = [layer[0] for layer in layout.first_layers], [layer[0] for layer in layout.layers]
+    layout, trained, home = g.layout, context.trained, g.layout.home
+    parameters, is_spread = [trained[name] for name in layout.names], any_sharded(trained.values())
+    runs, layers = len(layout.runs), len(layout.layers)
     energies = found.u.layer_dots(found.right)
-    slopes = energies if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
-    products = [squares, *g.dot(last), *energies, *slopes]
-    norms = torch._foreach_norm(parameters, 2, at_least_single(parameters))
-    numbers = joined([*products, *found.u.layer_norms(), *norms], home)
-    if context.is_spread:
-        count = 2 * len(runs) + 2 * len(firsts)
-        squares = torch.cat([numbers[:count], numbers[count:].square()])
-        numbers = context.over_shards(squares, [*runs, *runs, *firsts, *firsts, *firsts, *layout.names])
+    slopes = [] if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
+    local = list(map(to_local, parameters)) if is_spread else parameters
+    norms = torch._foreach_norm(local, 2, at_least_single(local))
+    numbers = joined([*squares, *g.dot(last), *energies, *slopes, *found.u.layer_norms(), *norms], home)
+    if is_spread:
+        first = [trained[first] for first, *_ in layout.first_layers], [trained[first] for first, *_ in layout.layers]
+        count = 2 * runs + layers * (2 if slopes else 1)
+        sums = torch.cat([numbers[:count], numbers[count:].square()])
+        numbers = sum_over_shards(sums, [*2 * first[0], *(3 if slopes else 2) * first[1], *parameters])
         numbers[count:].sqrt_()
-    if context.scaling.found_inf is not None:
-        numbers = torch.cat([numbers, joined([context.scaling.found_inf], home)])
-    values = iter(context.team.processes.agreed(numbers).tolist())
-    take = lambda count: list(itertools.islice(values, count))
-    square, along = sum(take(len(runs))), sum(take(len(runs)))
-    facts = take(len(firsts)), take(len(firsts)), take(len(firsts)), take(len(layout.names))
-    is_bad = any(values)  # as a GradScaler has found
+    if (found_inf := context.preconditioner.recorder.scaling.found_inf) is not None:
+        numbers = torch.cat([numbers, joined([found_inf], home)])
+    values = context.preconditioner.team.processes.agreed(numbers).tolist()
+    square, along, left = sum(values[:runs]), sum(values[runs : 2 * runs]), values[2 * runs :]
+    along_right, left = left[:layers], left[layers:]
+    along_slope, left = (left[:layers], left[layers:]) if slopes else (along_right, left)
+    facts = along_right, along_slope, left[:layers], left[layers : layers + len(parameters)]
+    is_bad = any(left[layers + len(parameters) :])  # as a GradScaler has found
     return Facts(math.nan if is_bad or square < 0 else math.sqrt(square), along, *facts)
 
 
@@ -459,16 +466,14 @@ def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionC
 
 
 def within_trust(
-    context: StepContext, layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float],
-    lrs: Sequence[float],
-) -> list[float]:  # fmt: skip
+    layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float], lrs: Sequence[float]
+) -> list[float]:
     """The rate of each layer, whose direction has that length: none moves by more than `trust` times its norm."""
-    norms, parts = iter(sizes), [len(layer) for layer in layout.layers]
     # at least 1, so that tensors that start at zero can leave it
-    whole = [math.hypot(*(max(x, 1.0) for x in itertools.islice(norms, count))) for count in parts]
-    owners = [id(context.block_of(layer[0]) or layer) for layer in layout.layers]
-    if len(set(owners)) < len(owners):  # parts of one block have options of their own, and are cut together
-        lengths, whole = (_together(x, owners) for x in (lengths, whole))
+    norms = iter([max(x, 1.0) for x in sizes])
+    whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
+    if layout.owners:  # parts of one block have options of their own, and are cut together
+        lengths, whole = (_together(x, layout.owners) for x in (lengths, whole))
     bound = lambda length, norm: min(size, trust * norm / length) if length else size
     return [
         lr * bound(length, norm) if math.isfinite(length) else 0.0
@@ -476,9 +481,9 @@ def within_trust(
     ]
 
 
-def _together(norms: Sequence[float], owners: Sequence[int]) -> list[float]:
+def _together(norms: Sequence[float], owners: Sequence[Layer]) -> list[float]:
     """For each of the norms that of all with the same owner."""
-    squares: dict[int, float] = {}
+    squares: dict[Layer, float] = {}
     for x, owner in zip(norms, owners, strict=True):
         squares[owner] = squares.get(owner, 0.0) + x * x
     return [math.sqrt(squares[owner]) for owner in owners]
@@ -489,9 +494,9 @@ def _together(norms: Sequence[float], owners: Sequence[int]) -> list[float]:
 
 def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Sequence[float]) -> None:
     """Bound the rows of tables (embeddings), which are layers of their own; of short ones the mean of all counts."""
-    for name, size in zip(d.layout.names, sizes, strict=True):
-        block = context.block_of(name)
-        if block is not None and block.has_separate_rows:
+    tables = {name for block in context.preconditioner.blocks if block.has_separate_rows for name in block.names}
+    for name, size in zip(d.layout.names, sizes, strict=True) if tables else ():
+        if name in tables:
             table, own = to_local(context.trained[name]), d[name]
             norm = lambda x: torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x]))
             longest = trust * norm(table).clamp(min=size / len(context.trained[name]) ** 0.5)
@@ -501,6 +506,8 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
 def decay_weights(context: StepContext, layout: Layout) -> None:
     """Decoupled weight decay, before the step, in one call for each device."""
     decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
+    if not decayed:
+        return
     kept = iter([kept_by_decay(context.options[name]) for name in decayed])
     for own in by_device([to_local(context.trained[name]) for name in decayed]):
         torch._foreach_mul_(own, [next(kept) for _ in own])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
+from optimizers.recording.output_scale import OutputScale
 from optimizers.schedule import Schedule
 
 pytestmark = pytest.mark.fast
@@ -60,7 +62,10 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
     teams = Teams(Distributed(), torch.device("cpu"), store, passes)
-    return Preconditioner(store, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
+    recorder: Any = SimpleNamespace(
+        passes=passes, settle=passes.settle, outputs=OutputScale(), was_empty=True, has_measured=False
+    )
+    return Preconditioner(store, recorder, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
 
 
 def test_a_solution_is_that_with_the_dense_inverse() -> None:
@@ -73,9 +78,8 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     vectors = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 5, 2)
     passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], BatchFacts(len(x)))))
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
-    measured = part.gathered(passes, gradients, trained)
+    assert part.renew(gradients, trained, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
     assert not passes.total.curvature  # it is taken once
-    assert part.renew(measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
     found = part.solve(gradients, trained)
 
     inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
@@ -86,13 +90,14 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
 
 
 def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFixture) -> None:
-    part, passes = preconditioner()
-    assert not part.is_idle() and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
+    part, _ = preconditioner()
+    assert not part.is_idle() and part.knows_nothing()
+    part.recorder.was_empty = False
+    assert not part.knows_nothing()
     warn_once.cache_clear()
-    measured = part.gathered(passes, {}, {})
+    assert part.renew({}, {}, {}) == Renewal(True)
     assert "KFAC.step: no forward pass" in caplog.text
     gradients = {"weight": torch.randn(2, 3)}
-    assert part.renew(measured, {}) == Renewal(True)
     torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.directions import Direction
 from optimizers.steps.layer_vector import LayerVector
+from optimizers.steps.rule import layout_of_step
 from support.cases.case import seeded
 from support.training import backward, task
 
@@ -41,7 +42,7 @@ def direction(opt: Any, clip: float = 1.0, recall: float = 1.0) -> Direction:
     """For the gradients that parameters have now, in the middle of a step."""
     context = opt._context(None)
     gradients = context.gradients()
-    g = LayerVector.of(context.layout(gradients), gradients)
+    g = LayerVector.of(layout_of_step(context, gradients), gradients)
     return opt.rule.direction(context, g, torch.tensor(clip), recall)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import curvature
+import optimizers
 from optimizers import EKFAC, KFAC
+from optimizers.steps.rule import layout_of_step
 from support.cases.case import seeded
 from support.launches import Launches
 
-LAUNCHES = 30  # of an ordinary step, that do not depend on the model
+LAUNCHES = 24  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
+CALLS, CALLS_PER_LAYER = 300, 18  # of Python functions in an ordinary step with two hidden layers
+OURS = tuple(str(Path(package.__path__[0])) for package in (curvature, optimizers))
 # Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
 # decompositions have succeeded, or the small matrices that the host decomposes for EKFAC; the size of the outputs.
 RENEWAL = {KFAC: 5, EKFAC: 5}
@@ -102,7 +109,8 @@ class Run:
 
     @property
     def families(self) -> int:
-        return len(self.opt._context(None).layout({n: p.grad for n, p in self.opt.trained().items()}).families)  # type: ignore[misc]
+        context = self.opt._context(None)
+        return len(layout_of_step(context, context.gradients()).families)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])
@@ -120,6 +128,29 @@ def test_an_ordinary_step_takes_few_launches(optimizer: type[KFAC], name: str, d
     found = run.ordinary_launches()
     print(f"{optimizer.__name__}, {name}: {found} launches, {run.families} families")
     assert found <= LAUNCHES + PER_FAMILY[optimizer] * run.families
+
+
+def test_an_ordinary_step_takes_few_calls() -> None:
+    """Of Python functions of ours: few are called for each layer."""
+    found = {}
+    for depth in (2, 5):
+        run, calls = Run(KFAC, perceptron, depth, "cpu"), 0
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal calls
+            calls += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+        while depth not in found:
+            run.backward()
+            calls = 0
+            sys.setprofile(count)
+            try:
+                run.opt.step()
+            finally:
+                sys.setprofile(None)
+            if not run.opt.history[-1]["renewed"] and not run.opt.history[-1]["inverted"]:
+                found[depth] = calls
+    assert found[2] <= CALLS and found[5] <= CALLS + 3 * CALLS_PER_LAYER
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])

@@ -42,7 +42,7 @@ def vector(tensors: dict[str, Tensor], **kinds: Any) -> LayerVector:
 
 def test_layers_of_one_form_are_together() -> None:
     (run,) = made().runs
-    assert [family.layers for family in run] == [(LAYERS[0], LAYERS[2]), (LAYERS[1],), (LAYERS[3],), (LAYERS[4],)]
+    assert [family.layers for family in run] == [(LAYERS[0], LAYERS[2]), (LAYERS[3],), (LAYERS[1],), (LAYERS[4],)]
     first, apart = made(b_w="other", b_b="other").runs
     assert first[0].layers == (LAYERS[0],) and [family.layers for family in apart] == [(LAYERS[2],)]
     first, split = made(a_b="other").runs  # parameters of a layer that differ are layers of their own
@@ -106,10 +106,10 @@ def test_products_of_long_vectors_come_in_parts(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixtures(dtype: torch.dtype) -> None:
-    """Each run has its own two numbers; the factor is one for all, in single precision."""
+    """Each run has its own two numbers, and the factor where it is."""
     one, other = (vector(named(seed, dtype), b_w=1, b_b=1) for seed in (0, 1))
     before = [[x.clone() for x in v.vectors] for v in (one, other)]
-    found = one.mixed(other, [0.5, 0.0], [2.0, 3.0], torch.tensor(0.25))
+    found = one.mixed(other, [0.5, 0.0], [2.0, 3.0], [torch.full((1,), 0.25, dtype=x.dtype) for x in one.vectors])
     for k, names in enumerate(one.layout.names_by_run):
         for name in names:
             expected = [0.5, 0.0][k] * one[name].double() + [2.0, 3.0][k] * 0.25 * other[name].double()
@@ -123,7 +123,7 @@ def test_what_counts_for_nothing_may_be_anything() -> None:
     one, other = vector(named(0)), vector(named(1))
     for x in one.vectors:
         x.fill_(math.nan)
-    found = one.mixed(other, [0.0], [1.0], torch.tensor(1.0))
+    found = one.mixed(other, [0.0], [1.0], [torch.ones(1)])
     assert all(map(torch.equal, found.vectors, other.vectors))
 
 
@@ -169,7 +169,7 @@ def test_states_follow_a_layout_that_changes() -> None:
     """A layer without a gradient at one step keeps what its state has, and other groups are other vectors."""
     trained, states, kept = named(1), {name: {} for name in SHAPES}, vector(named())
     to_states(kept, "mean", states, trained)
-    fewer = layout_of([layer for layer in LAYERS if "b.w" not in layer], named(), lambda name: None)
+    fewer = layout_of(LAYERS, {k: x for k, x in named().items() if not k.startswith("b.")}, lambda name: None)
     now = of_states(fewer, "mean", states, trained, kept)
     assert "b.w" not in now and all(torch.equal(x, kept[name]) for name, x in now.items())
     to_states(LayerVector(fewer, [2 * x for x in now.vectors]), "mean", states, trained)

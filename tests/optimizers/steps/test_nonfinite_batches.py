@@ -165,7 +165,7 @@ def test_a_gradient_far_out_of_scale_is_not_most_of_the_mean(optimizer: type[KFA
 def test_a_run_goes_on_bitwise_after_a_bad_batch():
     """A checkpoint taken before the host knows of it."""
     (model, opt), _, batch = pair(KFAC, "mlp", 29)
-    while not opt._context(None).is_idle():
+    while not opt.preconditioner.is_idle():
         train(model, opt, *batch, 1)
     spoiled_step(model, opt, batch, "nan")
     resumed = copy.deepcopy(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,44 @@ def test_its_state_survives_checkpoints_and_copies() -> None:
         one.step(loss_of(own))
         assert one.history[-1]["count"] == 4
         torch.testing.assert_close(own.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+class Halving(StepRule):
+    """Halves a step until the loss falls, as docs/guides/step_rules.md says how."""
+
+    needs_closure = True
+
+    def evaluate(self, context: StepContext) -> Evaluation:
+        return self.replayed(context)
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        loss, replay, monitor = evaluation.value, evaluation.replay, context.preconditioner.monitor
+        assert replay is not None and context.closure is not None
+        renewal, steps = context.renew(context.gradients()), context.solve(context.gradients())
+        before = {name: context.trained[name].clone() for name in steps}
+
+        def move() -> dict[str, Any]:
+            for size in [8 * 0.5**k for k in range(20)]:
+                for name, u in steps.items():
+                    context.trained[name].copy_(before[name] - size * u)
+                if replay.loss() < loss:
+                    return {"step_size": size}
+            return {"accepted": False}
+
+        with monitor.timed("trials"):
+            return Outcome(loss, entry=monitor.attempt(move), renewal=renewal)
+
+
+def test_a_rule_may_call_the_closure_again() -> None:
+    model = network()
+    opt = KFAC(model, step_rule=Halving())
+    losses = [float(opt.step(loss_of(model))) for _ in range(5)]
+    assert sorted(losses, reverse=True) == losses and len(set(losses)) == 5
+    assert (
+        all(entry["accepted"] for entry in opt.history if "accepted" in entry) and opt.stats()["seconds_in"]["trials"]
+    )
+    with pytest.raises(TypeError, match=r"KFAC\.step: pass a closure"):
+        opt.step()
 
 
 def test_wrong_rules_are_refused() -> None:

@@ -204,16 +204,12 @@ def test_energy_is_without_damping() -> None:
 Tensors = Mapping[str, Tensor]
 
 
-def context_of(trained: Tensors | None = None, **blocks: Any) -> Any:
-    return SimpleNamespace(block_of=blocks.get, trained=trained)
-
-
 def test_no_layer_moves_by_more_than_a_share_of_its_norm() -> None:
     """Norms (3, 4), (0, 0) and (6, 8) of weight and bias; where they are less than one, one stands in."""
     layers = [("aw", "ab"), ("bw", "bb"), ("cw", "cb")]
     layout = layout_of(layers, {name: torch.zeros(1) for layer in layers for name in layer}, lambda name: None)
     cut = lambda lengths, trust: within_trust(
-        context_of(), layout, 2.0, trust, lengths, [3.0, 4.0, 0.0, 0.0, 6.0, 8.0], [1.0, 1.0, 0.5]
+        layout, 2.0, trust, lengths, [3.0, 4.0, 0.0, 0.0, 6.0, 8.0], [1.0, 1.0, 0.5]
     )
     assert cut([10.0, 10.0, 10.0], 0.1) == pytest.approx([0.05, 0.1 * 2**0.5 / 10, 0.5 * 0.1])
     assert cut([0.1, 0.0, 0.1], 0.1) == [2, 2, 1]
@@ -222,10 +218,10 @@ def test_no_layer_moves_by_more_than_a_share_of_its_norm() -> None:
 
 def test_parts_of_a_block_are_cut_together() -> None:
     """Its weight and bias have options of their own: lengths 3 and 4 beside norms 6 and 8 are 5 beside 10."""
-    tensors, block = {"w": torch.zeros(1), "b": torch.zeros(1), "other": torch.zeros(1)}, object()
+    tensors = {"w": torch.zeros(1), "b": torch.zeros(1), "other": torch.zeros(1)}
     layout = layout_of([("w", "b"), ("other",)], tensors, lambda name: name == "b")
     assert layout.layers == [("w",), ("other",), ("b",)]
-    found = within_trust(context_of(w=block, b=block), layout, 2.0, 0.1, [3.0, 1.0, 4.0], [6.0, 1.0, 8.0], [1.0] * 3)
+    found = within_trust(layout, 2.0, 0.1, [3.0, 1.0, 4.0], [6.0, 1.0, 8.0], [1.0] * 3)
     assert found == pytest.approx([0.2, 0.1, 0.2])
 
 
@@ -233,9 +229,8 @@ def test_each_row_of_a_table_is_cut() -> None:
     """Rows of norm 5 and 1, whose root mean square is 3.6: no row moves by more than a tenth of the larger of both."""
     tensors = {"table": torch.tensor([[3.0, 4.0], [0.0, 1.0]]).double(), "w": torch.tensor([[3.0, 4.0]]).double()}
     directions = {"table": torch.tensor([[0.0, 0.2], [0.0, 1.0]]).double(), "w": torch.tensor([[9.0, 9.0]]).double()}
-    context = context_of(
-        tensors, table=SimpleNamespace(has_separate_rows=True), w=SimpleNamespace(has_separate_rows=False)
-    )
+    blocks = [SimpleNamespace(names=(name,), has_separate_rows=name == "table") for name in tensors]
+    context: Any = SimpleNamespace(trained=tensors, preconditioner=SimpleNamespace(blocks=blocks))
     d = LayerVector.of(layout_of([("table",), ("w",)], tensors, lambda name: None), directions)
     _bound_rows(context, d, 0.1, [26**0.5, 5.0])
     torch.testing.assert_close(d["table"], torch.tensor([[0.0, 0.2], [0.0, 0.1 * 13**0.5]]).double())
