@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _networks import IMAGE_SIDE, ViT, resnet18
-from _race_problems import GPT, token_loss
+from _problems import token_loss
+from _race_problems import GPT
 from torch import Tensor, nn
 
 

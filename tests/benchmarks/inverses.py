@@ -31,7 +31,7 @@ def factors_of(problem: str, name: str, steps: int) -> tuple[Tensor, Tensor]:
     """The activations' factor of a layer after so many steps, renewed at every one, and the layer's gradient."""
     task = PROBLEMS[problem]("cpu")
     torch.manual_seed(0)
-    model = task.make()
+    (model,) = task.make()
     opt = optimizers.KFAC(model, factor_every=1, decompose_every=1)
     for _, (x, y) in zip(range(steps), task.batches(0), strict=False):
         opt.zero_grad()

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _contest import Run
 from _generality_families import FAMILIES
-from _generality_run import Run
-from _race_problems import GPT, convolutional, deep, token_loss
+from _problems import token_loss
+from _race_problems import GPT, convolutional, deep
 from _race_rivals import ENTRIES
 from torch import Tensor, nn
 
