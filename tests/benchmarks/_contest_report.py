@@ -348,12 +348,7 @@ def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callab
                     panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
             panel.plot([], [], "|", ms=11, mew=2.5, label=label(name), **style)
         panel.axvline(1, color="0.3", lw=0.9, zorder=1)
-        panel.set(
-            xscale="log",
-            title=title,
-            xlabel="right of 1 is better",
-            ylim=(len(order) - 0.4, -0.6),
-        )
+        panel.set(xscale="log", title=title, xlabel="right of 1 is better", ylim=(len(order) - 0.4, -0.6))
         panel.set_yticks(range(len(order)), [NAMES[family] for family in order])
         low, high = panel.get_xlim()
         ticks = [t for t in TICKS if low <= t <= high]

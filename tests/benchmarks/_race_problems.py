@@ -9,17 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from _networks import Block
-from _problems import (
-    Pair,
-    Problem,
-    documentation,
-    epochs,
-    mnist,
-    pixel_loss,
-    split,
-    to_a_target,
-    token_loss,
-)
+from _problems import Pair, Problem, documentation, epochs, mnist, pixel_loss, split, to_a_target, token_loss
 from torch import Tensor, nn
 
 

@@ -52,10 +52,7 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
     "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
     "processes": ("tests/benchmarks/processes.py --steps 200 --rounds 3", 12),
-    "batches": (
-        "tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive",
-        6,
-    ),
+    "batches": ("tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive", 6),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
 }
