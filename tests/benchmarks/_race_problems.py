@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from _generality_models import mlp, normalised
 from _networks import Block
 from _problems import Pair, Problem, documentation, epochs, mnist, pixel_loss, split, to_a_target, token_loss
 from torch import Tensor, nn
@@ -33,22 +34,13 @@ def autoencoder(device: str = "cpu", widths: Sequence[int] = (784, 1000, 500, 25
     )  # fmt: skip
 
 
-def stage(i: int, o: int) -> list[nn.Module]:
-    return [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
-
-
-def convolutional(first: int, second: int) -> nn.Sequential:
-    """Three 3x3 convolutions with BatchNorm and ReLU, two of them with pooling; a linear layer."""
-    pooled = [*stage(1, first), nn.MaxPool2d(2), *stage(first, second), nn.MaxPool2d(2)]
-    return nn.Sequential(*pooled, *stage(second, second), nn.Flatten(), nn.Linear(second * 49, 10))
-
-
 def cnn(device: str = "cpu", channels: tuple[int, int] = (16, 32), batch: int = 128) -> Problem:
     images, labels = mnist()
     train, test = split(images.view(-1, 1, 28, 28), labels, 4500, device)
     title = f"CNN with BatchNorm, channels 1-{channels[0]}-{channels[1]}-{channels[1]}, MNIST digits, batch {batch}"
+    make = functools.partial(normalised, *channels, channels[1])
     return to_a_target(
-        "cnn", title, "nats per image", functools.partial(convolutional, *channels), F.cross_entropy, (train, test),
+        "cnn", title, "nats per image", make, F.cross_entropy, (train, test),
         epochs(train, batch), target=0.02, cap=15.0,
     )  # fmt: skip
 
@@ -99,10 +91,7 @@ def gpt(
 
 def deep(width: int, depth: int) -> nn.Sequential:
     """`depth` hidden layers of tanh, without skips."""
-    layers: list[nn.Module] = []
-    for i, o in itertools.pairwise([64, *[width] * depth]):
-        layers += [nn.Linear(i, o), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
+    return mlp(64, *[width] * depth, 10, activation=nn.Tanh)
 
 
 def tanh(device: str = "cpu", width: int = 128, depth: int = 12, batch: int = 128) -> Problem:

@@ -29,6 +29,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from _report import processor
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,14 +117,6 @@ def commit_of(script: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def machine() -> str:
-    """The processor, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
-
-
 def run(name: str) -> Stored:
     """
     Raises:
@@ -147,7 +140,7 @@ def run(name: str) -> Stored:
         command=f"python {command}",
         commit=commit_of(command.split()[0]),
         date=date.today().isoformat(),
-        machine=machine(),
+        machine=f"{os.cpu_count()} x {processor()}",
         torch=torch.__version__,
         python=platform.python_version(),
         seconds=round(time.perf_counter() - start),
