@@ -6,15 +6,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from _race_problems import documentation, mnist
+from _problems import Pair, Parts, documentation, mnist, split
 from torch import Tensor
-
-Pair = tuple[Tensor, Tensor]
-Parts = tuple[Pair, Pair]  # for training, for testing
-
-
-def split(x: Tensor, y: Tensor, count: int) -> Parts:
-    return (x[:count], y[:count]), (x[count:], y[count:])
 
 
 def digits(*shape: int) -> Parts:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from _generality_family import Family, Models, Update
 from _generality_models import mlp
+from _problems import Models, Problem, Update, Values
 from torch import Tensor, nn
 
 
-def gan() -> Family:
+def gan() -> Problem:
     """Two MLPs; the data is normal about (1, 1)."""
     generator = torch.Generator().manual_seed(0)
     noise, real = torch.randn(4000, 4, generator=generator), 1 + 0.5 * torch.randn(1000, 2, generator=generator)
@@ -42,13 +43,13 @@ def gan() -> Family:
         update(1, told_apart)
         return update(0, taken_for_real)
 
-    def evaluate(models: Models) -> tuple[float, float]:
+    def evaluate(models: Models, whole: bool) -> Values:
         fake = models[0](noise)
         halves = torch.cdist(fake[:500], fake[500:1000]).mean() + torch.cdist(real[:500], real[500:]).mean()
         energy = 2 * torch.cdist(fake[:500], real[:500]).mean() - halves
-        return (fake.mean(0) - 1).norm().item(), energy.item()
+        return (fake.mean(0) - 1).norm().item(), energy.item(), math.nan
 
-    return Family(
+    return Problem(
         "gan", "GAN of two MLPs of 128-128, a normal law about (1, 1), batch 256", "distance of the means",
         "energy distance", lambda: [net(4, 128, 128, 2), net(2, 128, 128, 1)], batches, train, evaluate, budget=4.0,
         growth=1.06, momenta=(0.9, 0.5),
@@ -95,7 +96,7 @@ class Grid:
         return cost.mean().item() - self.best
 
 
-def policy_gradient() -> Family:
+def policy_gradient() -> Problem:
     """REINFORCE: moves that came out better than the mean of those at the same time become likelier."""
     grid = Grid()
 
@@ -115,11 +116,11 @@ def policy_gradient() -> Family:
 
         return update(0, surrogate)
 
-    def evaluate(models: Models) -> tuple[float, float]:
+    def evaluate(models: Models, whole: bool) -> Values:
         excess = grid.excess(models[0])
-        return excess, -excess - grid.best
+        return excess, -excess - grid.best, math.nan
 
-    return Family(
+    return Problem(
         "policy", "policy gradient, MLP 128-64-64-4, a board of 8 x 8, 64 games", "steps above the fewest",
         "mean return", lambda: [mlp(2 * grid.cells, 64, 64, 4)], batches, train, evaluate, budget=3.0, growth=1.05,
     )  # fmt: skip

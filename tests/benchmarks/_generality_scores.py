@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from _race_rivals import Setting
+from _contest import LEAD, Point, Record, met
 
 WINDOW = 1.3  # a loss is the geometric mean over the evaluations since this fraction of its steps
 FLOOR = 1e-9  # losses below count as this: single precision has nothing to say there
-LEAD = 2.0  # ours go on for this many times the budget where they have not come to their targets
 TOLERANCE = 1.1  # of the loss at equal time
 ADAMW = "adamw"
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a run stood after so many steps and CPU seconds; the loss is infinite where it is not finite."""
-
-    step: float
-    seconds: float
-    loss: float
-    metric: float
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -58,46 +46,8 @@ def crossing(points: Sequence[Point], target: float) -> tuple[float, float] | No
     curve = smoothed(points)
     for first, second in zip(curve, curve[1:], strict=False):
         if second.loss <= target:
-            span = math.log(first.loss / second.loss)
-            part = min(max(math.log(first.loss / target) / span, 0.0), 1.0) if span > 0 else 1.0
-            step = first.step + part * (second.step - first.step)
-            return step, first.seconds + part * (second.seconds - first.seconds)
+            return met(first, second, target)
     return None
-
-
-@dataclass(frozen=True)
-class Record:
-    """A run that is over.
-
-    Attributes:
-        end: "stopped", "diverged" or the exception.
-        pace: milliseconds of a step of SGD on the same models meanwhile: how fast the machine was.
-    """
-
-    name: str
-    setting: Setting
-    seed: int
-    end: str
-    steps: int
-    seconds: float
-    pace: float
-    points: list[Point]
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Record:
-        points = [Point(*values[:2], *(math.inf if v is None else v for v in values[2:])) for values in saved["points"]]
-        return cls(**{**saved, "points": points})
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
-        points = [[round(v, 7) if math.isfinite(v) else None for v in astuple(point)] for point in self.points]
-        return {**vars(self), "points": points}
-
-    def at_pace(self, pace: float) -> Record:
-        """With the seconds that a machine of that pace would have taken."""
-        factor = pace / self.pace
-        points = [replace(point, seconds=factor * point.seconds) for point in self.points]
-        return replace(self, seconds=factor * self.seconds, pace=pace, points=points)
 
 
 @dataclass(frozen=True)

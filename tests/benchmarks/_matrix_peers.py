@@ -7,7 +7,9 @@ products with `vectors`, by parameter. Each draws anew at every run where the qu
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from _peers import BackPACK
 from _rows import Method, Named
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import curvature
 
 PROBES = 3  # vectors by which Kronecker factors are compared
 
@@ -28,139 +32,70 @@ class Matrix(Method):
         return result
 
 
-class Diagonal(Matrix):
-    """`curvature.fisher_diagonal`."""
+class Curvature(Matrix):
+    """A builder of ours."""
 
-    def __init__(self, *setting: Any) -> None:
+    def __init__(self, *setting: Any, build: Callable[..., Any], inject: Any) -> None:
         super().__init__(*setting)
+        self.build, self.inject = build, inject
         self.generator = torch.Generator(self.x.device).manual_seed(0)
 
-    def inject(self) -> Any:
-        import curvature
-
-        return curvature.exact()
-
     def run(self) -> Any:
-        import curvature
-
-        data = self.x, self.y
-        return curvature.fisher_diagonal(self.model, self.loss, data, self.inject(), generator=self.generator)
-
-
-class SampledDiagonal(Diagonal):
-    """The same with one label drawn for each sample."""
-
-    def inject(self) -> Any:
-        import curvature
-
-        return curvature.sampled(1)
-
-
-class Factors(Diagonal):
-    """`curvature.kfac`."""
-
-    def run(self) -> Any:
-        import curvature
-
-        return curvature.kfac(self.model, self.loss, (self.x, self.y), self.inject(), generator=self.generator)
+        return self.build(self.model, self.loss, (self.x, self.y), self.inject, generator=self.generator)
 
     def named(self, result: Any) -> Named:
-        return by_parameter(self.model, result @ vectors(self.model, PROBES))
-
-
-class SampledFactors(Factors, SampledDiagonal):
-    """The same with one label drawn for each sample."""
+        return result if isinstance(result, dict) else by_parameter(self.model, result @ vectors(self.model, PROBES))
 
 
 class BackPACKDiagonal(BackPACK, Matrix):
-    """`DiagGGNExact`."""
+    """`DiagGGNExact` or `DiagGGNMC`."""
 
-    attribute = "diag_ggn_exact"
-
-    def extension(self) -> object:
-        from backpack.extensions import DiagGGNExact
-
-        return DiagGGNExact()
-
-    def run(self) -> Named:
-        return self.backward()
-
-
-class BackPACKSampledDiagonal(BackPACKDiagonal):
-    """`DiagGGNMC`."""
-
-    attribute = "diag_ggn_mc"
+    def __init__(self, *setting: Any, name: str, **options: int) -> None:
+        super().__init__(*setting)
+        self.name, self.options = name, options
+        self.attribute = "diag_ggn_exact" if name == "DiagGGNExact" else "diag_ggn_mc"
 
     def extension(self) -> object:
-        from backpack.extensions import DiagGGNMC
+        from backpack import extensions
 
-        return DiagGGNMC(mc_samples=1)
+        return getattr(extensions, self.name)(**self.options)
 
 
-class NNGeometryDiagonal(Matrix):
-    """`FIM` as `PMatDiag`."""
+class NNGeometry(Matrix):
+    """`FIM`, or `FIM_MonteCarlo` of one trial, as `PMatDiag` or `PMatKFAC`."""
 
-    def made(self, form: str) -> Any:
+    def __init__(self, *setting: Any, metric: str, form: str) -> None:
+        super().__init__(*setting)
+        self.metric, self.form = metric, form
+
+    def run(self) -> Any:
         import nngeometry.object as forms
         from nngeometry import metrics
 
-        return metrics.FIM(self.model, (self.x, self.y), getattr(forms, form), device=self.x.device)
-
-    def run(self) -> Any:
-        return self.made("PMatDiag")
+        make = getattr(metrics, self.metric)
+        return make(self.model, (self.x, self.y), getattr(forms, self.form), device=self.x.device)
 
     def named(self, result: Any) -> Named:
+        if self.form == "PMatKFAC":
+            return times_kronecker(self.model, result.data, vectors(self.model, PROBES))
         return {name: part[0] for name, part in by_parameter(self.model, result.get_diag()[:, None]).items()}
-
-
-class NNGeometrySampledDiagonal(NNGeometryDiagonal):
-    """`FIM_MonteCarlo` of one trial."""
-
-    def made(self, form: str) -> Any:
-        import nngeometry.object as forms
-        from nngeometry import metrics
-
-        return metrics.FIM_MonteCarlo(self.model, (self.x, self.y), getattr(forms, form), device=self.x.device)
-
-
-class NNGeometryFactors(NNGeometryDiagonal):
-    """`FIM` as `PMatKFAC`."""
-
-    def run(self) -> Any:
-        return self.made("PMatKFAC")
-
-    def named(self, result: Any) -> Named:
-        return times_kronecker(self.model, result.data, vectors(self.model, PROBES))
-
-
-class NNGeometrySampledFactors(NNGeometryFactors, NNGeometrySampledDiagonal):
-    """`FIM_MonteCarlo` as `PMatKFAC`."""
 
 
 class CurvlinopsFactors(Matrix):
     """`KFACLinearOperator`, its check for determinism off, the sizes of the data given: no pass but the one needed."""
 
-    kind = "type-2"
-
-    def __init__(self, *setting: Any) -> None:
+    def __init__(self, *setting: Any, kind: str) -> None:
         super().__init__(*setting)
-        self.seeds = itertools.count()
+        self.kind, self.seeds = kind, itertools.count()
 
     def run(self) -> Any:
         from curvlinops import KFACLinearOperator
 
         operator = KFACLinearOperator(
-            self.model,
-            self.loss,
-            list(self.parameters.values()),
-            [(self.x, self.y)],
-            check_deterministic=False,
-            seed=next(self.seeds),
-            fisher_type=self.kind,
-            num_per_example_loss_terms=self.y[0].numel(),
-            separate_weight_and_bias=False,
-            num_data=len(self.x),
-        )
+            self.model, self.loss, list(self.parameters.values()), [(self.x, self.y)], check_deterministic=False,
+            seed=next(self.seeds), fisher_type=self.kind, num_per_example_loss_terms=self.y[0].numel(),
+            separate_weight_and_bias=False, num_data=len(self.x),
+        )  # fmt: skip
         operator.compute_kronecker_factors()
         return operator
 
@@ -168,29 +103,16 @@ class CurvlinopsFactors(Matrix):
         return by_parameter(self.model, result @ vectors(self.model, PROBES))
 
 
-class CurvlinopsSampledFactors(CurvlinopsFactors):
-    """The same with one label drawn for each sample."""
-
-    kind = "mc"
-
-
 class Products(Matrix):
-    """`curvature.gauss_newton` times some columns, inside `curvature.kept`; the operator is made once, beforehand."""
+    """`curvature.gauss_newton` or `hessian` times some columns, inside `curvature.kept`; the operator is made once."""
 
-    def __init__(self, *setting: Any, count: int) -> None:
+    def __init__(self, *setting: Any, count: int, name: str) -> None:
         super().__init__(*setting)
-        self.columns = vectors(self.model, count)
+        self.name, self.columns = name, vectors(self.model, count)
         self.operator = self.made()
 
     def made(self) -> Any:
-        import curvature
-
-        return self.kept(curvature.gauss_newton(self.model, self.loss, (self.x, self.y)))
-
-    def kept(self, operator: Any) -> Any:
-        import curvature
-
-        self.block = ExitStack()
+        operator, self.block = getattr(curvature, self.name)(self.model, self.loss, (self.x, self.y)), ExitStack()
         self.block.enter_context(curvature.kept(operator))
         return operator
 
@@ -201,91 +123,70 @@ class Products(Matrix):
         return by_parameter(self.model, result)
 
 
-class HessianProducts(Products):
-    """The same of `curvature.hessian`."""
-
-    def made(self) -> Any:
-        import curvature
-
-        return self.kept(curvature.hessian(self.model, self.loss, (self.x, self.y)))
-
-
 class CurvlinopsProducts(Products):
-    """`GGNLinearOperator`. Fused attention, which torch cannot differentiate twice, is turned off."""
+    """Fused attention, which torch cannot differentiate twice, is turned off."""
 
     def made(self) -> Any:
-        return self.of("GGNLinearOperator")
-
-    def of(self, kind: str) -> Any:
         import curvlinops
 
         data, parameters = [(self.x, self.y)], list(self.parameters.values())
-        return getattr(curvlinops, kind)(self.model, self.loss, parameters, data, check_deterministic=False)
+        return getattr(curvlinops, self.name)(self.model, self.loss, parameters, data, check_deterministic=False)
 
     def run(self) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return super().run()
 
 
-class CurvlinopsHessianProducts(CurvlinopsProducts):
-    """`HessianLinearOperator`."""
-
-    def made(self) -> Any:
-        return self.of("HessianLinearOperator")
-
-
 class BackPACKProducts(Products):
-    """`hessianfree.ggn_vector_product`, vector by vector through one graph, fused attention turned off."""
+    """Its functions in `hessianfree`, vector by vector through one graph, fused attention turned off."""
 
     def made(self) -> Any:
-        from backpack.hessianfree.ggnvp import ggn_vector_product
+        from backpack.hessianfree import ggnvp, hvp
 
-        return ggn_vector_product
-
-    def product(self, output: Tensor, value: Tensor, v: list[Tensor]) -> Any:
-        return self.operator(value, output, self.model, v)
+        return {"ggn": ggnvp.ggn_vector_product, "hessian": hvp.hessian_vector_product}[self.name]
 
     def run(self) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            output = self.model(self.x)
+            output, parameters = self.model(self.x), list(self.parameters.values())
             value = self.loss(output, self.y)
+            given = (value, output, self.model) if self.name == "ggn" else (value, parameters)
             found = []
             for v in self.columns.unbind(1):
-                parts = v.split([p.numel() for p in self.parameters.values()])
-                pairs = zip(parts, self.parameters.values(), strict=True)
-                shaped = [part.reshape(p.shape) for part, p in pairs]
-                found.append(torch.cat([g.flatten() for g in self.product(output, value, shaped)]))
+                parts = zip(v.split([p.numel() for p in parameters]), parameters, strict=True)
+                product = self.operator(*given, [part.reshape(p.shape) for part, p in parts])
+                found.append(torch.cat([g.flatten() for g in product]))
             return torch.stack(found, 1)
 
 
-class BackPACKHessianProducts(BackPACKProducts):
-    """`hessianfree.hessian_vector_product`."""
-
-    def made(self) -> Any:
-        from backpack.hessianfree.hvp import hessian_vector_product
-
-        return hessian_vector_product
-
-    def product(self, output: Tensor, value: Tensor, v: list[Tensor]) -> Any:
-        return self.operator(value, list(self.parameters.values()), v)
-
-
-Kinds = dict[str, type[Matrix]]
-DIAGONAL: Kinds = {"curvature": Diagonal, "BackPACK": BackPACKDiagonal, "nngeometry": NNGeometryDiagonal}
+Kinds = dict[str, Callable[..., Matrix]]
+SAMPLED, EXACT = curvature.sampled(1), curvature.exact()
+DIAGONAL: Kinds = {
+    "curvature": partial(Curvature, build=curvature.fisher_diagonal, inject=EXACT),
+    "BackPACK": partial(BackPACKDiagonal, name="DiagGGNExact"),
+    "nngeometry": partial(NNGeometry, metric="FIM", form="PMatDiag"),
+}
 SAMPLED_DIAGONAL: Kinds = {
-    "curvature": SampledDiagonal,
-    "BackPACK": BackPACKSampledDiagonal,
-    "nngeometry": NNGeometrySampledDiagonal,
+    "curvature": partial(Curvature, build=curvature.fisher_diagonal, inject=SAMPLED),
+    "BackPACK": partial(BackPACKDiagonal, name="DiagGGNMC", mc_samples=1),
+    "nngeometry": partial(NNGeometry, metric="FIM_MonteCarlo", form="PMatDiag"),
 }
-FACTORS: Kinds = {"curvature": Factors, "curvlinops": CurvlinopsFactors, "nngeometry": NNGeometryFactors}
+FACTORS: Kinds = {
+    "curvature": partial(Curvature, build=curvature.kfac, inject=EXACT),
+    "curvlinops": partial(CurvlinopsFactors, kind="type-2"),
+    "nngeometry": partial(NNGeometry, metric="FIM", form="PMatKFAC"),
+}
 SAMPLED_FACTORS: Kinds = {
-    "curvature": SampledFactors,
-    "curvlinops": CurvlinopsSampledFactors,
-    "nngeometry": NNGeometrySampledFactors,
+    "curvature": partial(Curvature, build=curvature.kfac, inject=SAMPLED),
+    "curvlinops": partial(CurvlinopsFactors, kind="mc"),
+    "nngeometry": partial(NNGeometry, metric="FIM_MonteCarlo", form="PMatKFAC"),
 }
-GAUSS_NEWTON: Kinds = {"curvature": Products, "curvlinops": CurvlinopsProducts, "BackPACK": BackPACKProducts}
+GAUSS_NEWTON: Kinds = {
+    "curvature": partial(Products, name="gauss_newton"),
+    "curvlinops": partial(CurvlinopsProducts, name="GGNLinearOperator"),
+    "BackPACK": partial(BackPACKProducts, name="ggn"),
+}
 HESSIAN: Kinds = {
-    "curvature": HessianProducts,
-    "curvlinops": CurvlinopsHessianProducts,
-    "BackPACK": BackPACKHessianProducts,
+    "curvature": partial(Products, name="hessian"),
+    "curvlinops": partial(CurvlinopsProducts, name="HessianLinearOperator"),
+    "BackPACK": partial(BackPACKProducts, name="hessian"),
 }

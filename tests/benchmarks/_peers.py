@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,25 +13,20 @@ from _rows import Method, Unsupported
 from _rows import Named as Gradients
 from torch import Tensor, nn
 
+import curvature
+
 MAX_NORM = 1.0  # to which gradients are clipped
 
 
 class Curvature(Method):
-    """`curvature.per_sample_gradients`."""
+    """A function of ours."""
+
+    def __init__(self, *setting: Any, function: Callable[..., Any]) -> None:
+        super().__init__(*setting)
+        self.function = function
 
     def run(self) -> Gradients | Tensor:
-        import curvature
-
-        return curvature.per_sample_gradients(self.model, self.loss, self.x, self.y)
-
-
-class CurvatureNorms(Method):
-    """`curvature.per_sample_norms`."""
-
-    def run(self) -> Gradients | Tensor:
-        import curvature
-
-        return curvature.per_sample_norms(self.model, self.loss, self.x, self.y)
+        return self.function(self.model, self.loss, self.x, self.y)
 
 
 class Vmap(Method):
@@ -106,15 +102,6 @@ class OpacusGhost(Opacus):
         self.loss(self.wrapped(self.x), self.y).backward()
         norms: Callable[[], Tensor] = self.wrapped.get_norm_sample  # type: ignore[assignment]
         return norms()
-
-
-class CurvatureClipped(Method):
-    """`curvature.clipped_gradient`."""
-
-    def run(self) -> Gradients | Tensor:
-        import curvature
-
-        return curvature.clipped_gradient(self.model, self.loss, self.x, self.y, MAX_NORM)
 
 
 class OpacusClipped(Opacus):
@@ -274,23 +261,24 @@ def reference_norms(gradients: Gradients) -> Tensor:
     return _norms(gradients).clone()
 
 
-GRADIENTS: dict[str, type[Method]] = {
-    "curvature": Curvature,
+Kinds = dict[str, Callable[..., Method]]
+GRADIENTS: Kinds = {
+    "curvature": partial(Curvature, function=curvature.per_sample_gradients),
     "vmap": Vmap,
     "Opacus": Opacus,
     "BackPACK": BackPACKGradients,
     "expanded weights": ExpandedWeights,
 }
-NORMS: dict[str, type[Method]] = {
-    "curvature": CurvatureNorms,
+NORMS: Kinds = {
+    "curvature": partial(Curvature, function=curvature.per_sample_norms),
     "vmap": VmapNorms,
     "Opacus": OpacusNorms,
     "Opacus ghost": OpacusGhost,
     "BackPACK": BackPACKNorms,
     "expanded weights": ExpandedWeightsNorms,
 }
-CLIPPED: dict[str, type[Method]] = {
-    "curvature": CurvatureClipped,
+CLIPPED: Kinds = {
+    "curvature": partial(Curvature, function=partial(curvature.clipped_gradient, max_norm=MAX_NORM)),
     "Opacus": OpacusClipped,
     "Opacus ghost": OpacusGhostClipped,
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from _race_problems import Problem
+from _problems import Problem
 from torch import Tensor, nn
 
 import optimizers
@@ -227,12 +227,6 @@ class Entry:
     lrs: tuple[float, ...] = ()
     axes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     closure: bool = False
-
-    def rates(self) -> Iterator[Setting]:
-        """Learning rates, the middle one first: the others are measured against a good one."""
-        middle = len(self.lrs) // 2
-        for lr in self.lrs[middle : middle + 1] + self.lrs[:middle] + self.lrs[middle + 1 :]:
-            yield {"lr": lr, **{name: values[0] for name, values in self.axes.items()}}
 
 
 RATES = (1e-3, 3e-3, 1e-2)

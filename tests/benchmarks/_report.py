@@ -18,16 +18,19 @@ def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> 
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
+def processor() -> str:
+    """Its name, where the system tells it."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def machine(device: str) -> str:
     """Processor, threads and versions, in words."""
-    processor = platform.processor() or platform.machine()
-    known = Path("/proc/cpuinfo")
-    if known.exists():
-        names = [line.split(":", 1)[1].strip() for line in known.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    processor = torch.cuda.get_device_name() if device.startswith("cuda") else processor
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else processor()
     threads, python = torch.get_num_threads(), platform.python_version()
-    return f"{processor}, {threads} thread(s), torch {torch.__version__}, Python {python}"
+    return f"{name}, {threads} thread(s), torch {torch.__version__}, Python {python}"
 
 
 def words(setting: Mapping[str, float]) -> str:

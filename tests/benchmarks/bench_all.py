@@ -29,6 +29,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from _report import processor
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,7 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
     "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
     "processes": ("tests/benchmarks/processes.py --steps 200 --rounds 3", 12),
-    "batches": (
-        "tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive",
-        6,
-    ),
+    "batches": ("tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive", 6),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
 }
@@ -119,14 +117,6 @@ def commit_of(script: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def machine() -> str:
-    """The processor, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
-
-
 def run(name: str) -> Stored:
     """
     Raises:
@@ -150,7 +140,7 @@ def run(name: str) -> Stored:
         command=f"python {command}",
         commit=commit_of(command.split()[0]),
         date=date.today().isoformat(),
-        machine=machine(),
+        machine=f"{os.cpu_count()} x {processor()}",
         torch=torch.__version__,
         python=platform.python_version(),
         seconds=round(time.perf_counter() - start),

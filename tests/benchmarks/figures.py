@@ -57,7 +57,7 @@ def markdown(table: Table) -> str:
 
     Families have the names of the pages, not those of the benchmark's options.
     """
-    from _generality_report import NAMES
+    from _contest_report import NAMES
 
     rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
     if table.columns[0] == "family":
@@ -116,9 +116,9 @@ def demo() -> str:
 
 
 def results_of_families() -> dict[str, Any]:
-    from _generality_report import Result
+    from _contest_report import FamilyResult
 
-    return {name: Result.read(result) for name, result in runs_of("generality").items()}
+    return {name: FamilyResult.read(result) for name, result in runs_of("generality").items()}
 
 
 def middle(scores: Sequence[Any], what: str) -> Any:
@@ -146,7 +146,7 @@ def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
-    from _generality_report import NAMES
+    from _contest_report import NAMES
     from _generality_scores import geometric
 
     scores = {name: result.scores()["kfac"] for name, result in results_of_families().items()}
@@ -166,17 +166,17 @@ def families() -> str:
 
 def race() -> str:
     """KFAC beside the best rival in the time to a training loss, the picture, and a table for each problem."""
-    from _race_report import OWN, Result, seconds_of, table
-    from _race_report import middle as median
+    from _contest_report import OWN, RaceResult, race_table, seconds_of
+    from _contest_report import middle as median
 
-    results = [Result.read(result) for result in runs_of("race").values()]
+    results = [RaceResult.read(result) for result in runs_of("race").values()]
     speeds = {}
     for result in results:
         seconds = {name: median(seconds_of(records)) for name, records in result.grouped().items()}
         best = min(time for name, time in seconds.items() if name not in OWN)
         speeds[result.title.split(",")[0]] = best / seconds["kfac"] if math.isfinite(seconds["kfac"]) else 0.0
     said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
-    tables = "\n".join(map(table, results))
+    tables = "\n".join(map(race_table, results))
     return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{tables}\n{origin(stored_of('race'))}"
 
 
@@ -186,7 +186,7 @@ def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
 
 
 def steps_line() -> str:
-    from _generality_report import NAMES
+    from _contest_report import NAMES
     from _generality_scores import geometric
 
     scores = {NAMES[name]: result.scores()["kfac"] for name, result in results_of_families().items()}

@@ -17,23 +17,30 @@ time, and their seconds brought to the pace that the machine had then, by steps 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from _contest import save_tuned, settings
+from _contest import LEAD, Attempt, Record, Run, Trial, save_tuned, settings, take_turns, tune, warm_up
+from _contest_report import FamilyResult, family_figure, family_table, line
 from _generality_families import FAMILIES
-from _generality_family import Family
-from _generality_report import Result, figure, line, table
-from _generality_run import GRIDS, Run, race, rank, tune
-from _race_rivals import ENTRIES, Entry
-from _race_run import WARM_UP
+from _generality_scores import Targets, crossing, level
+from _problems import Problem
+from _race_rivals import ENTRIES, Entry, Setting
 from _report import load, machine, save, words
 
 import optimizers
 
 TUNED = Path(__file__).with_name("generality_tuned.json")
+HALF, END = (0.42, 0.46, 0.5), (0.8, 0.9, 1.0)  # of the budget: where a trial is evaluated
+SELDOM = 10.0  # growth of the steps between its other evaluations
+PRUNE = 3.0  # a learning rate is abandoned if half-way its loss is this many times that of the best so far
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+GRIDS = {"sgd": (1e-2, 3e-2, 1e-1, 3e-1), "adamw": RATES, "muon": RATES, "soap": RATES}  # to begin with
 NATURAL = Entry("natural", "NaturalGradient", lambda model, problem: optimizers.NaturalGradient(model))
 OURS = {name: ENTRIES[name] for name in ("kfac", "ekfac", "adaptive")} | {NATURAL.name: NATURAL}
 CONTESTANTS = {name: ENTRIES[name] for name in GRIDS} | OURS
@@ -59,21 +66,60 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def tune_all(options: argparse.Namespace, family: Family) -> None:
-    for entry in (ENTRIES[name] for name in GRIDS if name in options.optimizers):
-        trials = []
-        for trial in tune(family, entry, options.scale * family.budget):
-            trials.append(trial)
-            print(
-                f"{family.name:10s} {entry.name:6s} {words(trial.setting):10s} {trial.end:10s} {trial.loss:<10.4g} "
-                f"{trial.steps} steps {trial.seconds:.2f} s",
-                flush=True,
-            )
-        best = min(trials, key=rank)
-        save_tuned(options.tuned, family.name, entry, best, trials, "cpu")
+def trial_of(family: Problem, entry: Entry, budget: float) -> Attempt:
+    """A trial is evaluated seldom, and abandoned half-way where its loss is above `PRUNE` times that of the best."""
+    halves: dict[str, float] = {}
+
+    def attempt(setting: Setting, best: Trial | None) -> Trial:
+        hurdle = PRUNE * halves[words(best.setting)] if best else math.inf
+        run = Run(replace(family, growth=SELDOM), entry, setting, seed=0)
+
+        def loss_after(parts: Sequence[float]) -> float:
+            for part in parts:
+                run.advance(part * budget)
+                run.look()
+            return level(run.points, run.seconds)
+
+        half = halves[words(setting)] = loss_after(HALF)
+        loss = loss_after(END if half <= hurdle else ())
+        end = run.end or ("abandoned" if half > hurdle else "stopped")
+        return Trial(setting, end, run.steps, run.seconds, loss)
+
+    return attempt
 
 
-def race_all(options: argparse.Namespace, family: Family) -> Result:
+def tuned(family: Problem, entry: Entry, budget: float) -> Iterator[Trial]:
+    for extra in [{"momentum": momentum} for momentum in family.momenta] or [{}]:
+        yield from tune(entry, GRIDS[entry.name], trial_of(family, entry, budget), extra)
+
+
+def race(
+    family: Problem, contestants: Mapping[Entry, Setting], seed: int, budget: float, rivals: Sequence[Record] = ()
+) -> list[Record]:
+    """Train with all of them in turns, steps of SGD of length zero in between, which tell how fast the machine is.
+
+    Ours go on after the budget, for `LEAD` times as long at most, until they come to the targets that the rivals set:
+    those among the contestants, or `rivals` of another time, to whose pace the budget is then brought.
+    """
+    usual = Run(family, ENTRIES["sgd"], {"lr": 0.0}, seed)
+    usual.step()
+    pace = lambda: 1e3 * statistics.median(usual.durations)
+    limit = lambda times: lambda: times * budget * (pace() / rivals[0].pace if rivals else 1.0)
+    runs = [Run(family, entry, setting, seed) for entry, setting in contestants.items()]
+    take_turns(runs, limit(1.0), between=usual.step)
+    for run in runs:
+        run.look()
+    records = [run.record(pace()) for run in runs if run.entry.lrs]
+    if ours := [run for run in runs if not run.entry.lrs]:
+        targets = Targets.of(rivals or records, budget)
+        reached = lambda run: all(crossing(run.points, target) for target in (targets.loss, targets.adamw))
+        take_turns(ours, limit(LEAD), done=reached, between=usual.step)
+        for run in ours:
+            run.look()
+    return [run.record(pace()) for run in runs]
+
+
+def race_all(options: argparse.Namespace, family: Problem) -> FamilyResult:
     """
     Raises:
         SystemExit: a rival was not tuned, or the file of the rivals has no runs of this family and seed.
@@ -82,13 +128,11 @@ def race_all(options: argparse.Namespace, family: Family) -> Result:
     budget = options.scale * family.budget
     how = f"generality.py --tune --families {family.name} --optimizers"
     contestants = settings(options.tuned, family.name, chosen, how)
-    for entry, setting in contestants.items():  # so that no clock pays for first calls
-        run = Run(family, entry, setting, seed=0)
-        run.advance(1e-3 * WARM_UP)
-    result = Result(family.title, family.objective, family.metric, budget, machine("cpu"), [])
+    warm_up(family, contestants)
+    result = FamilyResult(family.title, machine("cpu"), [], family.objective, family.metric, budget)
     earlier = load(options.rivals) if options.rivals else {}
     for seed in range(options.seeds):
-        rivals = Result.read(earlier[family.name]).of(seed, ours=False) if family.name in earlier else []
+        rivals = FamilyResult.read(earlier[family.name]).of(seed, ours=False) if family.name in earlier else []
         if options.rivals and not rivals:
             raise SystemExit(f"{options.rivals} has no runs of rivals on {family.name} with seed {seed}")
         result.records.extend(rivals)
@@ -102,16 +146,16 @@ def race_all(options: argparse.Namespace, family: Family) -> Result:
     return result
 
 
-def report(options: argparse.Namespace, results: dict[str, Result]) -> None:
+def report(options: argparse.Namespace, results: dict[str, FamilyResult]) -> None:
     if not any(result.scores() for result in results.values()):
         return
     label = lambda name: CONTESTANTS[name].label
-    text = table(results, label)
+    text = family_table(results, label)
     print(f"\n{text}")
     if options.table:
         options.table.write_text(text)
     if options.figure:
-        figure(results, options.figure, label)
+        family_figure(results, options.figure, label)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -119,11 +163,12 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     saved = load(options.json) if options.json else {}
-    results = {name: Result.read(result) for name, result in saved.items()}
+    results = {name: FamilyResult.read(result) for name, result in saved.items()}
     for name in [] if options.report else options.families:
         family = FAMILIES[name]()
         if options.tune:
-            tune_all(options, family)
+            for entry in (ENTRIES[name] for name in GRIDS if name in options.optimizers):
+                save_tuned(options.tuned, family, entry, tuned(family, entry, options.scale * family.budget))
             continue
         results[name] = race_all(options, family)
         if options.json:

@@ -1,10 +1,23 @@
-"""What a step costs on a GPU: KFAC and EKFAC beside SGD, AdamW, Muon and SOAP; time, memory, waiting for the device.
+"""What steps and curvature cost on a GPU: time, memory, waiting for the device.
 
     python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--json gpu.json] [--out gpu.md]
+    python tests/benchmarks/gpu.py curvature [--device cuda] [--small] [--only nanogpt resnet18] [--json FILE]
+    python tests/benchmarks/gpu.py gpt2 [--batch 8] [--length 1024] [--rounds 3] [--threads 1 --cpu-time]
 
-In single precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the
-model, in turn within a round. Without a GPU, or with --small, the networks are small ones: that shows that
-it runs, not what it costs on a GPU.
+"steps", which is also what runs when nothing is named: KFAC and EKFAC beside SGD, AdamW, Muon and SOAP, in single
+precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
+turn within a round.
+
+"curvature": factors, inverses and products with matrices, to a plain gradient. Networks and batches are those of
+curvlinops' own benchmark. The last column has its figures, taken on an RTX A6000 (eager, compiled): ratios on another
+GPU, so a first orientation and no comparison. Networks are in evaluation mode, in single precision without TF32;
+factors come from one sampled label. "Cholesky" damps the factors, "eigenvalues" the matrix. Ratios are medians over
+rounds.
+
+"gpt2": ordinary steps of KFAC on GPT-2 small, and steps that renew all factors and invert all blocks, beside AdamW's.
+If each happens once in n steps, the mean step is ``ordinary + (whole - ordinary) / n``.
+
+Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it costs on a GPU.
 """
 
 from __future__ import annotations
@@ -16,19 +29,21 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_models import FULL, SMALL, Case, Sizes, cases
+from _gpu_networks import FULL, SMALL, Network, gpt
 from _race_rivals import adamw, muon, sgd, soap
 from _report import machine, markdown
 from _rows import peak_bytes
+from _workloads import LOSS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import curvature
 from optimizers import EKFAC, KFAC
 
 WARM = 9  # steps: factors then look for low ranks at update 16 only
@@ -81,16 +96,15 @@ class Reads(TorchDispatchMode):
 class Run:
     """A contestant on a copy of the model."""
 
-    def __init__(self, name: str, case: Case, precision: torch.dtype | None) -> None:
-        torch.manual_seed(0)
-        self.case, self.precision, self.device = case, precision, case.x.device.type
-        self.model = case.make().train()
+    def __init__(self, name: str, network: Network, device: str, precision: torch.dtype | None = None) -> None:
+        self.precision, self.device = precision, device
+        self.model, self.x, self.y = network.on(device)
         self.opt = CONTESTANTS[name](self.model, None, LR)
 
     def step(self) -> None:
         self.opt.zero_grad()
-        with torch.autocast(self.device, self.precision) if self.precision else nullcontext():
-            loss = self.case.loss(self.model(self.case.x), self.case.y)
+        with torch.autocast(torch.device(self.device).type, self.precision) if self.precision else nullcontext():
+            loss = LOSS(self.model(self.x), self.y)
         loss.backward()
         self.opt.step()
 
@@ -117,11 +131,7 @@ class Run:
             self.opt.monitor.steps = schedule.renewed = 10 * RARE
 
     def timed(self, clock: Callable[[], float]) -> float:
-        wait(self.device)
-        start = clock()
-        self.step()
-        wait(self.device)
-        return clock() - start
+        return seconds_of(self.step, self.device, clock)
 
     def check(self) -> None:
         """Refuse figures of a run that did not train."""
@@ -154,13 +164,21 @@ class Result:
 
 
 def wait(device: str) -> None:
-    if device == "cuda":
+    if device.startswith("cuda"):
         torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+    wait(device)
+    start = clock()
+    call()
+    wait(device)
+    return clock() - start
 
 
 def waits_of(step: Callable[[], None], device: str) -> int:
     """Synchronising calls as CUDA reports them; elsewhere numbers that Python asks for."""
-    if device != "cuda":
+    if not device.startswith("cuda"):
         with Reads() as reads:
             step()
         return reads.count
@@ -174,36 +192,36 @@ def waits_of(step: Callable[[], None], device: str) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-def peak_of(name: str, case: Case, precision: torch.dtype | None) -> float:
+def peak_of(name: str, network: Network, device: str, precision: torch.dtype | None) -> float:
     """Most bytes in tensors while it warms up and takes two steps: model, optimizer and what they compute."""
 
     def train() -> None:
-        run = Run(name, case, precision)
+        run = Run(name, network, device, precision)
         run.settle()
         for _ in range(2):
             run.step()
 
-    return peak_bytes(train, case.x.is_cuda)
+    return peak_bytes(train, device.startswith("cuda"))
 
 
-def compare(case: Case, precision: str, rounds: int, clock: Callable[[], float]) -> list[Result]:
+def compare(network: Network, precision: str, options: argparse.Namespace) -> list[Result]:
     """All contestants on one network: memory one after the other, then time in turn."""
-    dtype = PRECISIONS[precision]
-    found = {name: Result(case.title, precision, name, peak_of(name, case, dtype)) for name in CONTESTANTS}
+    setting = network, options.device, PRECISIONS[precision]
+    found = {name: Result(network.title, precision, name, peak_of(name, *setting)) for name in CONTESTANTS}
     gc.collect()
-    runs = {name: Run(name, case, dtype) for name in CONTESTANTS}
+    runs = {name: Run(name, *setting) for name in CONTESTANTS}
     for run in runs.values():
         run.settle()
-    for number in range(rounds):
+    for number in range(options.rounds):
         for name in turned(list(runs), number):
-            found[name].seconds.append(runs[name].timed(clock))
+            found[name].seconds.append(runs[name].timed(options.clock))
             if runs[name].renewed:
                 found[name].renewing.append(found[name].seconds[-1])
     for run in runs.values():
         run.rest()
-    for number in range(max(3, rounds // 4)):
+    for number in range(max(3, options.rounds // 4)):
         for name in turned(list(runs), number):
-            found[name].ordinary.append(runs[name].timed(clock))
+            found[name].ordinary.append(runs[name].timed(options.clock))
     for name, run in runs.items():
         found[name].waits = waits_of(run.step, run.device)
         run.check()
@@ -224,61 +242,170 @@ def cells(result: Result, base: Result) -> list[str]:
     return [*found, share, f"{result.peak / 1e6:.0f}", str(result.waits)]
 
 
-def table(results: Sequence[Result]) -> str:
+def table_of_steps(results: Sequence[Result]) -> str:
     rows = [cells(result, results[0]) for result in results]
     title = f"**{results[0].model}, {results[0].precision}**"
     return f"{title}\n\n{markdown(HEAD, 'lr', rows)}\n"
 
 
-def measured(options: argparse.Namespace, sizes: Sizes) -> Iterator[list[Result]]:
-    for name, make in cases(sizes, options.device).items():
-        if name in options.only:
-            case = make()
-            for precision in options.precisions:
-                yield compare(case, precision, options.rounds, options.clock)
+DAMPING = 1e-3
+GRADIENT = "gradient"
+# ratios to the gradient, eager and compiled
+PUBLISHED = {
+    "nanogpt": {
+        "K-FAC factors": "1.50 / 1.39", "EKFAC": "1.67 / 1.56 (correction)", "inverse, Cholesky": "1.7",
+        "inverse, eigenvalues": "17.5", "inverse times vector": "0.15", "G v": "3.1 / 2.1", "H v": "4.5 / 2.9",
+    },
+    "resnet50": {
+        "K-FAC factors": "2.6 / 2.5", "EKFAC": "2.9 / 2.6 (correction)", "inverse, Cholesky": "1.5",
+        "inverse, eigenvalues": "16", "inverse times vector": "0.13 / 0.09", "G v": "2.7 / 2.2", "H v": "4.9 / 2.8",
+    },
+    "resnet18": {
+        "K-FAC factors": "5.8 / 2.3", "EKFAC": "6.8 / 3.2 (correction)", "inverse, Cholesky": "8.1",
+        "inverse, eigenvalues": "89", "inverse times vector": "0.55 / 0.45", "G v": "2.6 / 1.6", "H v": "7.9 / 2.2",
+    },
+}  # fmt: skip
 
 
-def shared_arguments(description: str, networks: Iterable[str], rounds: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    usual = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--device", default=usual, help="DEVICE, or cuda where there is one")
-    parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
-    parser.add_argument("--only", nargs="+", choices=list(networks), default=list(networks))
-    parser.add_argument("--rounds", type=int, default=rounds, help="how often everything is timed")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--out", type=Path, help="write the tables to this file too")
-    return parser
+@dataclass
+class Quantity:
+    """Of one quantity: seconds in every round, and the bytes that a call adds at its peak."""
+
+    network: str
+    quantity: str
+    seconds: list[float]
+    peak: float
 
 
-def save(options: argparse.Namespace, lines: list[str], found: Sequence[Any]) -> None:
-    """Tables to `--out`, results to `--json`."""
-    if options.out:
-        options.out.write_text("\n".join(lines))
-    if options.json:
-        content = {"machine": lines[0].strip(), "results": [asdict(result) for result in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+def quantities(network: Network, device: str) -> dict[str, Callable[[], object]]:
+    """What is timed. Operators that later ones apply are made beforehand."""
+    model, x, y = network.on(device)
+    model.eval()
+    parameters = list(model.parameters())
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    factors = lambda: curvature.kfac(model, LOSS, (x, y), inject=curvature.sampled(), progress=False)
+    K = factors()
+    anew = lambda: (1.0 * K).inverse(DAMPING)  # K keeps its eigenvalues, what is computed from it does not
+    inverse = K.factored_damping(DAMPING).inverse()
+    G, H = (make(model, LOSS, (x, y), progress=False) for make in (curvature.gauss_newton, curvature.hessian))
+    return {
+        GRADIENT: lambda: torch.autograd.grad(LOSS(model(x), y), parameters),
+        "K-FAC factors": factors,
+        "EKFAC": lambda: curvature.ekfac(model, LOSS, (x, y), inject=curvature.sampled(), progress=False),
+        "inverse, Cholesky": lambda: K.factored_damping(DAMPING).inverse(),
+        "inverse, eigenvalues": anew,
+        "inverse times vector": lambda: inverse @ v,
+        "G v": lambda: G @ v,
+        "H v": lambda: H @ v,
+    }
+
+
+def measure(name: str, network: Network, options: argparse.Namespace) -> list[Quantity]:
+    device, calls = options.device, quantities(network, options.device)
+    results = {}
+    for quantity, call in calls.items():
+        call()  # plans are learnt, kernels chosen
+        results[quantity] = Quantity(name, quantity, [], peak_bytes(call, device.startswith("cuda")))
+    for number in range(options.rounds):
+        for quantity in turned(list(calls), number):
+            gc.collect()
+            results[quantity].seconds.append(seconds_of(calls[quantity], device, options.clock))
+    return list(results.values())
+
+
+def table_of_quantities(title: str, results: Sequence[Quantity], with_published: bool) -> str:
+    base = results[0].seconds
+    head, rows = ["quantity", "median, ms", "to the gradient", "peak MB", "curvlinops, RTX A6000"], []
+    for result in results:
+        ratio = statistics.median(own / plain for own, plain in zip(result.seconds, base, strict=True))
+        milliseconds = f"{1e3 * statistics.median(result.seconds):.3g}"
+        published = PUBLISHED[result.network].get(result.quantity, "-") if with_published else "-"
+        rows.append([result.quantity, milliseconds, f"{ratio:.2f}", f"{result.peak / 1e6:.0f}", published])
+    return f"**{title}**\n\n{markdown(head, 'lr', rows)}\n"
+
+
+INTERVALS = 10, 32, 100  # steps
+
+
+def mean_step(ordinary: float, whole: float, interval: int) -> float:
+    return ordinary + (whole - ordinary) / interval
+
+
+def gpt2(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
+    size = {"d": 32, "layers": 2, "heads": 2} if options.small else {"d": 768, "layers": 12, "heads": 12}
+    network = gpt("GPT-2", 50 if options.small else 50257, options.length, options.batch, **size)
+    first, kfac = runs = [Run(name, network, options.device) for name in ("AdamW", "KFAC")]
+    for run in runs:
+        for _ in range(2):
+            run.step()
+    schedule = kfac.opt.preconditioner.schedule
+    schedule.factor_every = schedule.decompose_every = 1
+    whole = statistics.median(kfac.timed(options.clock) for _ in range(options.rounds))
+    kfac.rest()
+    pairs = [[run.timed(options.clock) for run in runs] for _ in range(options.rounds)]
+    for run in runs:
+        run.check()
+    usual, ordinary = (statistics.median(times) for times in zip(*pairs, strict=True))
+    times = f"AdamW {usual:.3g} s, KFAC: ordinary {ordinary:.3g} s, renewing and inverting {whole:.3g} s"
+    yield f"{network.title}: {times}", []
+    for interval in INTERVALS:
+        yield f"every {interval} steps: {mean_step(ordinary, whole, interval) / usual:.3f} times AdamW's step", []
+
+
+def steps(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
+    for name in options.only:
+        for precision in options.precisions:
+            results = compare(options.networks[name], precision, options)
+            yield table_of_steps(results), results
+
+
+def matrices(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
+    for name in options.only:
+        results = measure(name, options.networks[name], options)
+        yield table_of_quantities(options.networks[name].title, results, not options.small), results
+
+
+WHAT = {"steps": (steps, 20), "curvature": (matrices, 10), "gpt2": (gpt2, 3)}  # and how often everything is timed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = shared_arguments(__doc__ or "", FULL, 20)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    usual = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("what", nargs="?", choices=WHAT, default="steps")
+    parser.add_argument("--device", default=usual, help="DEVICE, or cuda where there is one")
+    parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
+    parser.add_argument("--only", nargs="+", help="these networks")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
+    parser.add_argument("--batch", type=int, default=8, help="of gpt2")
+    parser.add_argument("--length", type=int, default=1024, help="of gpt2")
+    parser.add_argument("--rounds", type=int, help="how often everything is timed")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, help="write the tables to this file too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
-    options.precisions = options.precisions or list(PRECISIONS)[: 2 if options.device.startswith("cuda") else 1]
-    small = options.small or not options.device.startswith("cuda")
+    is_cuda, (run, rounds) = options.device.startswith("cuda"), WHAT[options.what]
+    options.small = options.small or not is_cuda and options.what != "gpt2"
+    options.rounds = options.rounds or rounds
+    options.precisions = options.precisions or list(PRECISIONS)[: 2 if is_cuda else 1]
+    options.networks = (SMALL if options.small else FULL).get(options.what, {})
+    options.only = options.only or list(options.networks)
     options.clock, clock = (time.process_time, "processor") if options.cpu_time else (time.perf_counter, "wall")
-    lines, found = [f"{machine(options.device)}{', small networks' if small else ''}, {clock} time\n"], []
+    lines, found = [f"{machine(options.device)}{', small networks' if options.small else ''}, {clock} time\n"], []
     print(lines[0], flush=True)
-    for results in measured(options, SMALL if small else FULL):
+    for text, results in run(options):
+        lines.append(text)
         found += results
-        lines.append(table(results))
-        print(lines[-1], flush=True)
-    save(options, lines, found)
+        print(text, flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines))
+    if options.json:
+        content = {"machine": lines[0].strip(), "results": [asdict(result) for result in found]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How time and memory grow with batch, width, classes, length and kernel size, beside what the arithmetic says.
 
-    python tests/benchmarks/growth.py --figure growth.png --out growth.md           # five minutes of one thread
+    python tests/benchmarks/growth.py --out growth.md           # five minutes of one thread
     python tests/benchmarks/growth.py --only classes --rounds 2
 
 Each quantity runs on networks that differ in one size alone. The table has the exponents that the last two doublings
@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from _networks import Block
 from _report import markdown
 from _rows import peak_bytes
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 import curvature
@@ -70,7 +67,7 @@ class Growth:
     """One size that grows.
 
     Attributes:
-        label: of the axis.
+        label: what grows.
         sizes: each twice the one before, or about.
         case: makes the network and batch of a size.
         time: expected exponents by quantity, `time[""]` for all others.
@@ -186,51 +183,10 @@ def table(results: Mapping[str, Mapping[str, Curve]]) -> str:
     return markdown(head, "lr", rows) + "\n"
 
 
-STYLES = dict(zip(QUANTITIES, ("k-", "C0-", "C0--", "C1-", "C1--", "C2-", "C2--", "C4-", "C3-"), strict=True))
-
-
-def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    figure, axes = plt.subplots(2, len(results), figsize=(3.6 * len(results), 7.2), squeeze=False, layout="constrained")
-    for k, (name, curves) in enumerate(results.items()):
-        growth = GROWTHS[name]
-        for quantity, curve in curves.items():
-            axes[0, k].plot(growth.sizes, [1e3 * s for s in curve.seconds], STYLES[quantity])
-            axes[1, k].plot(growth.sizes, [p / 1e6 for p in curve.peaks], STYLES[quantity])
-        for panel, expected in ((axes[0, k], growth.time), (axes[1, k], growth.memory)):
-            _finish(panel, growth, sorted(set(expected.values())))
-        axes[0, k].set_title(name)
-    axes[0, 0].set_ylabel("processor time, ms")
-    axes[1, 0].set_ylabel("most memory in a call, MB")
-    lines = [
-        Line2D([], [], color=s.rstrip("-"), linestyle=s.lstrip("kC0123456789"), label=q) for q, s in STYLES.items()
-    ]
-    lines.append(Line2D([], [], color="0.6", linestyle=":", label="slopes that the arithmetic has"))
-    figure.legend(handles=lines, loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
-def _finish(panel: Axes, growth: Growth, slopes: Sequence[float]) -> None:
-    """Logarithmic axes, and a dotted line from the lower left corner for each expected exponent."""
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(growth.sizes, [f"{size:,}" for size in growth.sizes])
-    panel.minorticks_off()
-    low, high = panel.get_ylim()
-    for slope in slopes:
-        values = [low * (size / growth.sizes[0]) ** slope for size in growth.sizes]
-        panel.plot(growth.sizes, values, ":", color="0.6")
-        if values[-1] < high:
-            panel.annotate(f" {slope:g}", (growth.sizes[-1], values[-1]), color="0.4", fontsize=8, va="center")
-    panel.set_ylim(low, high)
-    panel.set_xlabel(growth.label.replace(", ", ",\n", 1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=GROWTHS, default=list(GROWTHS))
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
-    parser.add_argument("--figure", type=Path, help="draw it to this file")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,8 +197,6 @@ def main() -> None:
         print(f"{name}: {GROWTHS[name].why}.")
     if options.out:
         options.out.write_text(text)
-    if options.figure:
-        draw(results, options.figure)
 
 
 if __name__ == "__main__":

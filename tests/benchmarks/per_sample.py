@@ -22,12 +22,12 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, one_by_one, reference_clipped, reference_norms
+from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, Kinds, one_by_one, reference_clipped, reference_norms
 from _rows import Method, Plain, Row, arguments, chosen, report, worst_error
 from _workloads import PER_SAMPLE, Workload, workloads
 from torch import Tensor
 
-QUANTITIES: dict[str, dict[str, type[Method]]] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
+QUANTITIES: dict[str, Kinds] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
 
 
 def error_of(quantity: str, method: Method, reference: Gradients) -> float:

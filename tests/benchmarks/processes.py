@@ -41,7 +41,7 @@ def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
     """Samples per second of all processes together."""
     torch.manual_seed(0)
     problem = cnn(batch=batch)
-    model = problem.make()
+    (model,) = problem.make()
     used = DistributedDataParallel(model) if size > 1 else model
     opt = MAKES[name](model)
     batches = problem.batches(rank)

@@ -24,6 +24,7 @@ sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in
 
 import _silently_wrong_calls as of_matrices  # noqa: E402
 import _silently_wrong_uses as of_uses  # noqa: E402
+from _report import markdown  # noqa: E402
 from _silently_wrong_calls import Call, Named, NoCase  # noqa: E402
 from _silently_wrong_cases import CASES, Case  # noqa: E402
 
@@ -253,10 +254,6 @@ def cell(row: dict[str, Any]) -> str:
     return f"right ({row['ours']:.0e})" if row["ours"] < TOLERANCE else f"WRONG ({row['ours']:.0e})"
 
 
-def table(head: list[str], lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
-
-
 def summary(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """One line for each peer, and one for ours on the same cases."""
     lines = []
@@ -270,7 +267,7 @@ def summary(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     refused = sum(row["ours"] is None for row in rows)
     lines.append(["ours", "the same", *map(str, [len(rows), right, refused, 0, len(rows) - right - refused])])
     head = ["", "calls", "calls on cases", "right", "raises", "wrong, with a warning", "silently wrong"]
-    return table(head, lines)
+    return markdown(head, "l", lines)
 
 
 def details(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
@@ -288,7 +285,7 @@ def details(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
             lines.append([title, did, theirs, cell(ours), "; ".join(notes(calls))])
         if not found:
             lines.append([title, f"none found in the {len({row['case'] for row in own})} cases tried", "", "", ""])
-    return table(["", "what the user did", "theirs, off by", "ours", "notes"], lines)
+    return markdown(["", "what the user did", "theirs, off by", "ours", "notes"], "l", lines)
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

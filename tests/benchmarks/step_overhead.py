@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _contest import Run
 from _generality_families import FAMILIES
-from _generality_run import Run
-from _race_problems import GPT, convolutional, deep, token_loss
+from _generality_models import LSTM, normalised
+from _problems import token_loss
+from _race_problems import GPT, deep
 from _race_rivals import ENTRIES
 from torch import Tensor, nn
 
@@ -38,25 +40,18 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
 
 
-class LSTM(nn.Module):
-    """Characters (N, T) to logits (N, T, vocabulary)."""
-
-    def __init__(self, vocabulary: int, d: int) -> None:
-        super().__init__()
-        self.embed, self.recurrent, self.out = nn.Embedding(vocabulary, d), nn.LSTM(d, d), nn.Linear(d, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.recurrent(self.embed(x))[0])
-
-
 def characters() -> tuple[Tensor, Tensor]:
     x = torch.randint(50, (8, 33))
     return x[:, :-1], x[:, 1:].contiguous()
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor], Loss]]] = {
-    "tanh": lambda: (deep(32, 12), (torch.randn(32, 64), torch.randint(10, (32,))), F.cross_entropy),
-    "cnn": lambda: (convolutional(8, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
+    "tanh": lambda: (
+        deep(32, 12),
+        (torch.randn(32, 64), torch.randint(10, (32,))),
+        F.cross_entropy,
+    ),
+    "cnn": lambda: (normalised(8, 16, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
     "gpt2": lambda: (GPT(50, 32, 32, 2, 4), characters(), token_loss),
     "gpt6": lambda: (GPT(50, 32, 32, 6, 4), characters(), token_loss),
     "lstm": lambda: (LSTM(50, 48), characters(), token_loss),

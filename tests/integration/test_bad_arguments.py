@@ -262,6 +262,15 @@ def test_closures(maker: str):
     assert opt.steps == 0 and torch._C._len_torch_function_stack() == 0
 
 
+def test_closures_of_adaptive_steps():
+    model = network()
+    opt = KFAC(model, adaptive=True)
+    with pytest.raises(TypeError, match="pass a closure"):
+        opt.step()
+    with pytest.raises(TypeError, match=r"without a graph; return the loss itself, not loss\.detach"):
+        opt.step(lambda: loss_of(model, opt).detach())
+
+
 LAZY = ["fisher", "gauss_newton", "empirical_fisher", "hessian"]  # they look at loss and data when they are used
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import Raw, seeded
+from support.cases.case import seeded
 from support.documents import run_here, text_of
 from support.training import assert_same, copied, order_seed
 
@@ -284,75 +284,9 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
         return [(torch.randn(12, 5).double(), torch.randint(3, (12,))) for _ in range(count)]
 
 
-def run(optimizer: Any, pieces: int = 1, forward: Any = None, steps: int = 6) -> dict[str, Tensor]:
-    """With curvature that does not depend on chance."""
-    from curvature import exact
-
-    model = network().double()
-    opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=exact())
-    for x, y in batches(steps):
-        opt.zero_grad()
-        for a, b in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
-            (F.cross_entropy((forward or _called)(model, a), b) / pieces).backward()
-        opt.step()
-    return copied(model)
-
-
-def _called(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)
-
-
 def assert_near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("pieces", [2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
-def test_pieces_of_a_batch_are_the_batch(optimizer: Any, pieces: int):
-    assert_near(run(optimizer, pieces), run(optimizer))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
-def test_several_forward_passes_before_one_backward_pass(optimizer: Any):
-    """The halves of a batch, put together for the loss."""
-    halves = lambda model, x: torch.cat([model(x[:6]), model(x[6:])])
-    assert_near(run(optimizer, forward=halves), run(optimizer))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
-def test_activation_checkpointing(optimizer: Any, reentrant: bool):
-    from torch.utils.checkpoint import checkpoint
-
-    ends = []
-    for how in (lambda f, x: f(x), functools.partial(checkpoint, use_reentrant=reentrant)):
-        inner = network()
-        model = Raw(lambda m, x, how=how: m.inner[2](how(m.inner[1], how(m.inner[0], x))), inner=inner).double()
-        opt = optimizer(model)
-        for x, y in batches(6):
-            opt.zero_grad()
-            F.cross_entropy(model(x.clone().requires_grad_()), y).backward()
-            opt.step()
-        ends.append(copied(model))
-    assert_near(*ends)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
-def test_several_backward_passes_before_a_step(optimizer: Any):
-    ends = []
-    for apart in (False, True):
-        model = network().double()
-        opt = optimizer(model)
-        for x, y in batches(6):
-            opt.zero_grad()
-            output = model(x)
-            values = F.cross_entropy(output, y), output.square().mean()
-            for value in values if apart else (sum(values),):
-                value.backward(retain_graph=True)
-            opt.step()
-        ends.append(copied(model))
-    assert_near(*ends)
 
 
 @torch.no_grad()

@@ -55,12 +55,3 @@ def test_states_of_another_model(kind: type[KFAC]):
         with pytest.raises(ValueError, match=text):
             twin.load_state_dict(opt.state_dict())
         assert str(twin.state_dict()) == str(before)
-
-
-@pytest.mark.filterwarnings("ignore:Complex modules")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_complex_parameters(kind: type[KFAC]):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).to(torch.complex64))
-    with pytest.raises(ValueError, match=r"1\.weight: complex"):
-        kind(model)
-    assert not model._forward_hooks and not model._forward_pre_hooks

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import math
-import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import curvature
 from optimizers import KFAC
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
-from support.training import TASKS, Loss, assert_same, backward, copied, curvature_of, digits, mlp, task, train
+from support.training import TASKS, Loss, assert_same, copied, curvature_of, digits, task, train
 
 
 def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Module, KFAC, tuple[Loss, Tensor, Tensor]]:
@@ -85,14 +83,6 @@ def test_runs_are_repeatable_and_leave_the_random_state_alone():
     assert torch.equal(runs[0][1], runs[2][1])
 
 
-def test_deepcopy_of_model_and_optimizer_together():
-    """As for any optimizer: the copies go on by themselves, and in the same way."""
-    model, opt, batch = trained()
-    again, resumed = copy.deepcopy((model, opt))
-    assert train(again, resumed, *batch, 3) == train(model, opt, *batch, 3)
-    assert_same(copied(again), copied(model))
-
-
 @pytest.mark.parametrize("steps", [0, 10])
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
@@ -111,110 +101,6 @@ def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
     assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
 
 
-def test_frozen_parameters_stay():
-    model, loss, x, y = task("cnn")
-    model[0].requires_grad_(False)
-    opt, before = KFAC(model), copied(model)
-    train(model, opt, loss, x, y, 3)
-    middle = copied(model)
-    model[4].weight.requires_grad_(False)  # later on
-    train(model, opt, loss, x, y, 3)
-    assert torch.equal(before["0.weight"], model[0].weight) and torch.equal(before["0.bias"], model[0].bias)
-    assert torch.equal(middle["4.weight"], model[4].weight) and not torch.equal(before["4.weight"], model[4].weight)
-    assert "requires_grad is False" in opt.report()
-
-
-def test_parameters_without_a_gradient_at_some_steps():
-    """Two heads in turn. The one that is used later has the same curvature in the end."""
-    run = lambda m, x, k: (m.one, m.two)[k](m.inner(x.flatten(1)).tanh())
-    model = Raw(run, inner=nn.Linear(64, 16), one=nn.Linear(16, 10), two=nn.Linear(16, 10))
-    (x, y), opt = digits(), KFAC(model)
-    for step in range(8):
-        opt.zero_grad()
-        before = copied(model)
-        F.cross_entropy(model(x[:64], step % 2), y[:64]).backward()
-        opt.step()
-        moved = [not torch.equal(before[k], copied(model)[k]) for k in ("one.weight", "two.weight")]
-        assert moved == [step % 2 == 0, step % 2 == 1]
-    lines = {line.split()[0].strip(","): line for line in opt.report().splitlines()}
-    for name in ("one.weight", "two.weight"):
-        assert "kronecker" in lines[name] and "not used" not in lines[name]
-
-
-def test_parameter_groups_and_schedulers():
-    model, opt, batch = trained("mlp", 0, weight_decay=0.1)
-    (group,) = opt.param_groups
-    head = {**group, "params": group["params"][2:], "lr": 0.0}
-    opt.param_groups[:] = [{**group, "params": group["params"][:2]}, head]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0 if step == 2 else 0.5)
-    moved = []
-    for _ in range(4):
-        before = copied(model)
-        train(model, opt, *batch, 1)
-        scheduler.step()
-        moved.append([not torch.equal(p, before[k]) for k, p in model.named_parameters()])
-    assert moved == [[True, True, False, False], [True, True, False, False], [False] * 4, [True, True, False, False]]
-
-
-def test_clipped_and_accumulated_gradients():
-    """Two halves before a step are the whole batch: the same gradient, curvature from both."""
-    model, opt, (loss, x, y) = trained("mlp", 3, factor_every=1)
-    opt.zero_grad()
-    for part, target in zip(x.split(32), y.split(32), strict=True):
-        (loss(model(part), target) / 2).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    before = copied(model)
-    opt.step()
-    assert norm > 1e-3 and not torch.equal(before["1.weight"], model[1].weight)
-    assert [block.updates for block in opt.store.blocks] == [4, 4]
-
-
-@pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "lstm"])
-def test_batches_of_all_sizes(name: str):
-    """A last batch may have one sample, or as many as a layer has features."""
-    model, opt, (loss, x, y) = trained(name, 1)
-    values = [train(model.eval(), opt, loss, x[:size], y[:size], 1)[0] for size in (10, 8, 6, 1, 32, 12)]
-    assert all(map(math.isfinite, values))
-
-
-@pytest.mark.parametrize("inject", EVERY[::4], ids=repr)
-def test_mixed_precision(inject: curvature.Injection, device):
-    """The loop of torch's own recipe, with its scaler."""
-    model, loss, x, y = task("mlp", device)
-    opt, scaler = KFAC(model, inject=inject), torch.amp.GradScaler(device, init_scale=128.0)
-    values = []
-    for _ in range(12):
-        opt.zero_grad()
-        with torch.autocast(device, dtype=torch.bfloat16):
-            values.append(loss(model(x), y))
-        scaler.scale(values[-1]).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert values[-1] < values[0]
-
-
-def test_closure():
-    (model, opt, batch), (other, same, _) = trained("mlp", 1), trained("mlp", 1)
-    value = opt.step(lambda: backward(model, opt, *batch))
-    assert isinstance(value, Tensor) and [value.item()] == train(other, same, *batch, 1)
-    assert_same(copied(model), copied(other))
-    opt.zero_grad()
-    assert opt.step() is None
-
-
-def test_evaluation_between_steps_changes_nothing():
-    runs = []
-    for modes in ((), (torch.no_grad, torch.inference_mode)):
-        model, opt, (loss, x, y) = trained("cnn", 0)
-        for _ in range(4):
-            train(model.train(), opt, loss, x, y, 1)
-            for mode in modes:
-                with mode():
-                    model.eval()(x[:5])
-        runs.append(copied(model))
-    assert_same(*runs)
-
-
 def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
     """As when shapes are looked at first; the vectors of `empirical` then never come."""
     runs = []
@@ -227,43 +113,6 @@ def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
         assert {block.structure for block in opt.store.blocks} == {"kronecker"}
         runs.append(copied(model) | {"scale": torch.tensor(opt.recorder.outputs.rms)})
     assert_same(*runs)
-
-
-def test_other_models_and_copies_are_not_recorded():
-    alone, _, (loss, x, y) = trained("mlp", 4)
-    pair = [trained("mlp", 0), trained("cnn", 0)]
-    for _ in range(4):
-        for model, opt, batch in pair:
-            loss(copy.deepcopy(model)(x * math.nan), y).backward()
-            train(model, opt, *batch, 1)
-    assert_same(copied(pair[0][0]), copied(alone))
-
-
-def test_deleting_the_optimizer_removes_its_hooks():
-    model, opt, _ = trained("mlp", 2)
-    seen = weakref.ref(opt)
-    del opt
-    gc.collect()
-    assert seen() is None and not model._forward_hooks and not model._forward_pre_hooks
-
-
-WRONG: dict[type[Exception], dict[str, list[Any]]] = {
-    TypeError: {"lr": ["1"], "damping": ["x"], "inject": [3, curvature.isotropic]},
-    ValueError: {"lr": [-1, math.nan], "momentum": [1.5, 1], "damping": [-0.1], "sharing": ["x"], "factor_every": [0]},
-}
-
-
-@pytest.mark.parametrize("error", WRONG)
-def test_wrong_arguments(error: type[Exception]):
-    model = mlp()
-    for name, value in [(name, value) for name, values in WRONG[error].items() for value in values]:
-        with pytest.raises(error, match=name):
-            KFAC(model, **{name: value})
-    with pytest.raises(TypeError, match="model.*pass the model"):
-        KFAC(model.parameters())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model"):
-        KFAC(mlp().requires_grad_(False))
-    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_errors_that_show_later():

@@ -275,24 +275,6 @@ def test_frozen_thawed_and_unused_parameters():
     torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
 
 
-@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
-def test_resumed_is_uninterrupted(solver: str):
-    model, x, y = case("perceptron")
-    options: dict[str, Any] = {"solver": solver, "momentum": 0.5, "inject": isotropic(2)}
-    opt = NaturalGradient(model, **options)
-    for shift in (0.0, 0.1, 0.2):
-        train(opt, model, x + shift, y)
-    other = copy.deepcopy(model)
-    resumed = NaturalGradient(other, **options)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    both = copy.deepcopy([model, opt])
-    for trained, optimizer in ((model, opt), (other, resumed), both):
-        train(optimizer, trained, x - 0.1, y)
-        train(optimizer, trained, x - 0.2, y)
-    assert torch.equal(flat(model), flat(other)) and torch.equal(flat(model), flat(both[0]))
-    assert both[1].defaults.items() >= opt.defaults.items() and resumed.steps == 5
-
-
 @pytest.mark.parametrize("solver", ["woodbury", "cg"])
 def test_a_loaded_state_needs_a_forward_pass(solver: str):
     """What is solved with is of a batch, and in no checkpoint."""
@@ -383,11 +365,3 @@ def test_options_that_groups_disagree_on():
     opt.add_param_group({"params": [first], "damping": 0.5})
     with pytest.raises(ValueError, match="damping: all parameters are solved for together"):
         train(opt, model, x, y)
-
-
-def test_a_matrix_too_large_is_refused():
-    model = nn.Linear(300, 200)
-    opt = NaturalGradient(model, solver="dense")
-    with pytest.raises(ValueError, match='60200 x 60200.*"woodbury" or "cg"'):
-        model(torch.randn(2, 300))
-    assert not opt.store.blocks

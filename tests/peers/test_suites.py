@@ -50,10 +50,7 @@ SUITES = {
         ),
     ),
     "curvlinops": Suite(
-        "curvlinops_plugin",
-        ("curvlinops", "einops"),
-        "curvlinops_for_pytorch-*",
-        ("test/test_ggn.py", "-k", "not cnn"),
+        "curvlinops_plugin", ("curvlinops", "einops"), "curvlinops_for_pytorch-*", ("test/test_ggn.py", "-k", "not cnn")
     ),
 }
 

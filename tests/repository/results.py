@@ -83,6 +83,7 @@ def cases_of(tree: Path) -> dict[str, Case]:
         place = importlib.import_module(package).__file__
         if place is None or not Path(place).is_relative_to(tree):
             raise ImportError(f"{package}: expected that of {tree}, found {place}")
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # for support; the packages' own tests are there, too
     return {name: case for module in MODULES for name, case in importlib.import_module(module).cases().items()}
 
 

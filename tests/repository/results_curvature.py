@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from results_models import MODELS, Entries, Model, Problem, called, drawn, field_of_two, losses, self_attention
+from results_models import MODELS, Entries, Problem, called, drawn, field_of_two, losses, self_attention
 from torch import Tensor, nn
 
 import curvature
+from support.cases.case import Raw
 
 N, MANY = 6, 40  # samples: enough for factors of full rank
 
@@ -182,13 +183,13 @@ def convolved() -> nn.Module:
 
 def attending() -> nn.Module:
     run = lambda m, x: m.inner(m.enter(x[:, :, None]))
-    return Model(run, enter=nn.Linear(1, 4), inner=self_attention())
+    return Raw(run, enter=nn.Linear(1, 4), inner=self_attention())
 
 
 def recurrent() -> nn.Module:
     """Without a rule: by nested gradients."""
     run = lambda m, x: m.head(m.layer(x[:, :, None])[0][:, -1])
-    return Model(run, layer=nn.GRU(1, 3, batch_first=True), head=nn.Linear(3, 1))
+    return Raw(run, layer=nn.GRU(1, 3, batch_first=True), head=nn.Linear(3, 1))
 
 
 FIELDS: dict[str, Callable[[], nn.Module]] = {

@@ -14,30 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from support.cases.case import Raw, both, classes, floats, indices, token_loss, tokens
+from support.oracles.brute_force import map_tensors
+
 Draw = Callable[[int], Any]
 Entries = Iterator[tuple[str, Any]]
-
-
-class Model(nn.Module):
-    """Its forward pass is `function(self, *inputs)`; a shape among the keywords is a parameter, all else a module."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
-
-
-def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to the tensors of a tensor, tuple or dict."""
-    if isinstance(tree, Mapping):
-        return {name: mapped(function, part) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(mapped(function, part) for part in tree)
-    return function(tree) if isinstance(tree, Tensor) else tree
 
 
 def called(model: nn.Module, x: Any) -> Any:
@@ -49,32 +30,6 @@ def called(model: nn.Module, x: Any) -> Any:
 def drawn(*shape: int) -> Tensor:
     """Always the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
-def floats(*shape: int) -> Draw:
-    return lambda n: torch.randn(n, *shape)
-
-
-def indices(high: int, *shape: int) -> Draw:
-    return lambda n: torch.randint(high, (n, *shape))
-
-
-def both(*draws: Draw) -> Draw:
-    return lambda n: tuple(draw(n) for draw in draws)
-
-
-def classes(output: Tensor) -> Tensor:
-    """Indices of classes, which lie along dim 1 of the output."""
-    return torch.randint(output.shape[1], output.select(1, 0).shape)
-
-
-def tokens(output: Tensor) -> Tensor:
-    """Indices of classes, which lie along the last dim of the output."""
-    return torch.randint(output.shape[-1], output.shape[:-1])
-
-
-def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 @dataclass(frozen=True)
@@ -106,8 +61,8 @@ class Problem:
         cast = lambda t: t.to(dtype) if t.is_floating_point() else t
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            x = mapped(cast, self.inputs(n))
-            return x, mapped(cast, self.target(called(copy.deepcopy(model), x)))
+            x = map_tensors(cast, self.inputs(n))
+            return x, map_tensors(cast, self.target(called(copy.deepcopy(model), x)))
 
 
 def mlp() -> nn.Module:
@@ -145,27 +100,27 @@ def tied() -> nn.Module:
     """A decoder that is the embedding."""
     decode = lambda m, x: F.linear(m.norm(x + m.layer(x).tanh()), m.words.weight, m.bias)
     parts = {"words": nn.Embedding(7, 4, padding_idx=1), "layer": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
-    return Model(lambda m, x: decode(m, m.words(x)), **parts, bias=(7,))
+    return Raw(lambda m, x: decode(m, m.words(x)), **parts, bias=(7,))
 
 
 def lstm() -> nn.Module:
     layer = nn.LSTM(3, 4, batch_first=True, bidirectional=True)
-    return Model(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=nn.Linear(8, 3))
+    return Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=nn.Linear(8, 3))
 
 
 def gru() -> nn.Module:
     """Samples along the second axis."""
-    return Model(lambda m, x: m.head(m.layer(x)[0]), layer=nn.GRU(3, 4, 2), head=nn.Linear(4, 2))
+    return Raw(lambda m, x: m.head(m.layer(x)[0]), layer=nn.GRU(3, 4, 2), head=nn.Linear(4, 2))
 
 
 def self_attention() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-    return Model(lambda m, x: m.head(m.layer(x).mean(1)), layer=layer, head=nn.Linear(4, 3))
+    return Raw(lambda m, x: m.head(m.layer(x).mean(1)), layer=layer, head=nn.Linear(4, 3))
 
 
 def cross_attention() -> nn.Module:
     run = lambda m, x, z: m.head(m.layer(x, z, z)[0].tanh().sum(1))
-    return Model(run, layer=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3))
+    return Raw(run, layer=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3))
 
 
 def vision() -> nn.Module:
@@ -176,12 +131,12 @@ def vision() -> nn.Module:
         return m.head((x + m.scale * m.mix(x).tanh()).mean(1))
 
     parts = {"enter": nn.Linear(3, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
-    return Model(run, **parts, token=(1, 1, 4), places=(5, 4), scale=(4,))
+    return Raw(run, **parts, token=(1, 1, 4), places=(5, 4), scale=(4,))
 
 
 def bag() -> nn.Module:
     run = lambda m, x, weights: m.head(m.words(x, per_sample_weights=weights).tanh())
-    return Model(run, words=nn.EmbeddingBag(6, 4, mode="sum"), head=nn.Linear(4, 3))
+    return Raw(run, words=nn.EmbeddingBag(6, 4, mode="sum"), head=nn.Linear(4, 3))
 
 
 def weight_normed() -> nn.Module:
@@ -191,12 +146,12 @@ def weight_normed() -> nn.Module:
 def shared() -> nn.Module:
     """A layer that is called three times."""
     run = lambda m, x: m.head(m.layer(m.layer(m.layer(x).tanh()).relu()))
-    return Model(run, layer=nn.Linear(4, 4), head=nn.Linear(4, 3))
+    return Raw(run, layer=nn.Linear(4, 4), head=nn.Linear(4, 3))
 
 
 def two_outputs() -> nn.Module:
     run = lambda m, x: (m.one(h := m.body(x).tanh()), m.two(h))
-    return Model(run, body=nn.Linear(5, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 2))
+    return Raw(run, body=nn.Linear(5, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 2))
 
 
 def two_losses(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
@@ -204,7 +159,7 @@ def two_losses(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> 
 
 
 def with_logits() -> nn.Module:
-    return Model(lambda m, a, b: SimpleNamespace(logits=m.pair(a, b)), pair=nn.Bilinear(3, 4, 2))
+    return Raw(lambda m, a, b: SimpleNamespace(logits=m.pair(a, b)), pair=nn.Bilinear(3, 4, 2))
 
 
 def frozen() -> nn.Module:
@@ -217,17 +172,17 @@ def frozen() -> nn.Module:
 def without_rule() -> nn.Module:
     """A parameter that only the general path explains, between layers."""
     run = lambda m, x: m.two(m.one(x).tanh() * torch.special.erf(m.p))
-    return Model(run, one=nn.Linear(5, 4), p=(4,), two=nn.Linear(4, 3))
+    return Raw(run, one=nn.Linear(5, 4), p=(4,), two=nn.Linear(4, 3))
 
 
 def checkpointed() -> nn.Module:
     run = lambda m, x: m.head(x + checkpoint(m.block, x, use_reentrant=False))
     block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-    return Model(run, block=block, head=nn.Linear(4, 3))
+    return Raw(run, block=block, head=nn.Linear(4, 3))
 
 
 def loss_only(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: Model(lambda m, x, y: loss(m.inner(x), y), inner=mlp())
+    return lambda: Raw(lambda m, x, y: loss(m.inner(x), y), inner=mlp())
 
 
 def own_entropy(output: Tensor, target: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_models import MODELS, Entries, Problem, drawn, floats, headed
+from results_models import MODELS, Entries, Problem, drawn, headed
 from torch import Tensor
 
 import curvature
 from curvature import estimators
+from support.cases.case import floats
 
 DAMPING = 0.05
 

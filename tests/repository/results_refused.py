@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results_models import TRAINED, Entries, Model
+from results_models import TRAINED, Entries
 from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
+from support.cases.case import Raw
 
 ENTROPY = nn.CrossEntropyLoss()
 EVERY = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
@@ -145,7 +146,7 @@ def of_gradients() -> Any:
 
 def of_branches() -> None:
     """The values of the whole batch decide."""
-    model = Model(lambda m, x: m.layer(x) * (2 if x.sum() > 0 else 1), layer=nn.Linear(4, 3))
+    model = Raw(lambda m, x: m.layer(x) * (2 if x.sum() > 0 else 1), layer=nn.Linear(4, 3))
     x = torch.ones(6, 4)
     x[2] = -0.5
     curvature.check_gradients(model, ENTROPY, x, torch.arange(6) % 3)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from results_models import TRAINED, Entries, called, mapped
+from results_models import TRAINED, Entries, called
 from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.oracles.brute_force import map_tensors
 
 Make = Callable[[nn.Module], Any]
 SAMPLES, BATCHES = 48, 4
@@ -43,7 +44,7 @@ class Training:
 
     def forward(self, step: int, part: slice = slice(None)) -> Tensor:
         """The loss of the step's batch, or of part of it."""
-        x, y = mapped(lambda t: t[part], self.batches[step % BATCHES])
+        x, y = map_tensors(lambda t: t[part], self.batches[step % BATCHES])
         return self.loss(called(self.model, x), y)
 
     def backward(self, step: int) -> Tensor:

@@ -54,8 +54,7 @@ def test_changes_and_errors_are_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["vars(self).update(state)", "x = 1  # type: ignore[override]", "try: x = 1\n    except Exception: pass"],
+    "line", ["vars(self).update(state)", "x = 1  # type: ignore[override]", "try: x = 1\n    except Exception: pass"]
 )
 def test_a_hidden_change_is_seen(line: str, tmp_path: Path) -> None:
     (path := tmp_path / "base.py").write_text(f"def load(self, state):\n    {line}\n")

@@ -88,16 +88,17 @@ def test_the_first_lines_of_the_readme_leave_out_what_is_missing(monkeypatch):
 
 def test_the_race_is_shown_once_it_is_stored(monkeypatch, tmp_path):
     """Two problems of made-up runs: KFAC comes to the first target sooner than AdamW, and never to the second."""
-    report, run = importlib.import_module("_race_report"), importlib.import_module("_race_run")
-    point = lambda step, seconds, loss: run.Point(step, seconds, loss, 0.5, 0.9)
+    report = importlib.import_module("_contest_report")
+    point = lambda step, seconds, loss: report.Point(step, seconds, loss, 0.5, 0.9)
 
     def record(name, seconds):
         end = point(20, seconds, 0.1) if seconds else None
-        return report.Record(name, {}, 0, "reached" if end else "stopped", 20, seconds or 9.0, end, [point(0, 0, 2.0)])
+        how = "reached" if end else "stopped"
+        return report.Record(name, {}, 0, how, 20, seconds or 9.0, [point(0, 0, 2.0)], reached=end)
 
     def result(title, kfac):
         records = [record("adamw", 4.0), record("kfac", kfac)]
-        return report.Result(title, "nats", 0.1, "CPU seconds", "2 x CPU", records).plain()
+        return report.RaceResult(title, "2 x CPU", records, "nats", 0.1, "CPU seconds").plain()
 
     runs = {"one": result("an MLP, digits", 2.0), "two": result("a CNN, digits", None)}
     (tmp_path / "race.runs.json").write_text(json.dumps(runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_neither_turns_nor_evaluations_change_a_run(generality: ModuleType, name
     for _ in range(3):
         torch.rand(3)
         watched.step()
-        watched.evaluate()
+        watched.evaluate(whole=True)
     for one, other in zip(alone.models, watched.models, strict=True):
         assert other.training
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
@@ -111,7 +112,7 @@ def test_the_excess_of_a_variance_model(generality: ModuleType) -> None:
         truth, found = torch.stack([mean, 2 * deviation.log()], -1), model(x)
         draws = [mean + deviation * torch.randn(len(x)) for _ in range(200)]
         excess = sum((families.gaussian(found, y) - families.gaussian(truth, y)).item() for y in draws) / len(draws)
-    assert family.evaluate([model])[0] == pytest.approx(excess, rel=0.01)
+    assert family.evaluate([model], True)[0] == pytest.approx(excess, rel=0.01)
 
 
 def curve(scores: ModuleType, rate: float, count: int = 40, cost: float = 0.01, scale: float = 1.0) -> list[Any]:
@@ -123,7 +124,7 @@ def curve(scores: ModuleType, rate: float, count: int = 40, cost: float = 0.01, 
 def record(scores: ModuleType, name: str, points: list[Any], pace: float = 1.0, end: str = "stopped") -> Any:
     setting = {} if name == "kfac" else {"lr": 0.1}
     last = points[-1]
-    return scores.Record(name, setting, 0, end, int(last.step), last.seconds, pace, points)
+    return scores.Record(name, setting, 0, end, int(last.step), last.seconds, points, pace)
 
 
 def test_scores_follow_from_the_curves(scores: ModuleType) -> None:
@@ -169,23 +170,23 @@ def test_records_survive_their_file(scores: ModuleType) -> None:
     assert (read.setting, read.end, read.pace) == (kept.setting, kept.end, kept.pace)
 
 
-def test_rates_are_widened_and_bad_ones_abandoned(generality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = importlib.import_module("_generality_run")
-    hurdles = []
+def test_bad_rates_are_abandoned_half_way(generality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At three times the loss that the best trial had there."""
+    losses = iter([1.0, 0.5, 3.1, 3.1, 2.9, 2.0])
+    monkeypatch.setattr(generality, "level", lambda points, seconds: next(losses))
+    attempt = generality.trial_of(generality.FAMILIES["softmax"](), generality.ENTRIES["sgd"], 0.05)
+    best = attempt({"lr": 0.01}, None)
+    ends = [best.end, *(attempt({"lr": lr}, best).end for lr in (0.02, 0.03))]
+    assert ends == ["stopped", "abandoned", "stopped"]
 
-    def attempt(family: Any, entry: Any, setting: dict[str, float], budget: float, hurdle: float) -> Any:
-        hurdles.append(hurdle)
-        loss = 1 + abs(math.log10(setting["lr"] / 1e-4))  # the best is 1e-4
-        return runs.Trial(setting, "stopped", 10, budget, loss), 2 * loss
 
-    monkeypatch.setattr(runs, "attempt", attempt)
-    family = generality.FAMILIES["softmax"]()
-    trials = [trial.setting for trial in runs.tune(family, generality.ENTRIES["adamw"], 1.0)]
-    assert [setting["lr"] for setting in trials] == [1e-3, 3e-3, 3e-4, 1e-2, 1e-4, 3e-5]
-    assert hurdles[0] == math.inf and hurdles[1] == pytest.approx(12.0) and hurdles[-1] == pytest.approx(6.0)
-    both = type(family)(**{**vars(family), "momenta": (0.9, 0.5)})
-    trials = [trial.setting for trial in runs.tune(both, generality.ENTRIES["adamw"], 1.0)]
-    assert [setting["momentum"] for setting in trials] == [0.9] * 6 + [0.5] * 6
+def test_each_momentum_has_its_own_grid(generality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lambda *given: lambda setting, best: generality.Trial(setting, "stopped", 1, 1.0, abs(setting["lr"] - 1e-3))
+    monkeypatch.setattr(generality, "trial_of", made)
+    family = dataclasses.replace(generality.FAMILIES["softmax"](), momenta=(0.9, 0.5))
+    trials = [trial.setting for trial in generality.tuned(family, generality.ENTRIES["adamw"], 1.0)]
+    assert [setting["momentum"] for setting in trials] == [0.9] * 4 + [0.5] * 4
+    assert sorted(setting["lr"] for setting in trials[:4]) == [3e-4, 1e-3, 3e-3, 1e-2]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap"])

@@ -6,7 +6,6 @@ import importlib
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,6 @@ import torch
 from optimizers import KFAC
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-TINY: dict[str, tuple[dict[str, Any], int]] = {
-    "resnet": ({"width": 2}, 4),
-    "vit": ({"d": 8, "layers": 1, "heads": 2, "patch": 16}, 4),
-    "gpt": ({"vocabulary": 20, "length": 6, "d": 8, "layers": 1, "heads": 2}, 4),
-}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -26,8 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("pytorch_optimizer", reason="a peer of the bench extra is missing: make test installs it")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("gpu")
-    monkeypatch.setattr(module, "SMALL", TINY)
+    module, networks = (importlib.import_module(name) for name in ("gpu", "_gpu_networks"))
+    steps = {
+        "resnet": networks.images("ResNet-18", networks.resnet18, 32, 4, 100, width=2),
+        "vit": networks.images("ViT", networks.ViT, 32, 4, 100, d=8, layers=1, heads=2, patch=16),
+        "gpt": networks.gpt("GPT-2", 20, 6, 4, d=8, layers=1, heads=2),
+    }
+    curvature = {"resnet18": networks.images("ResNet-18", networks.resnet18, 32, 2, 3, width=2)}
+    monkeypatch.setattr(module, "SMALL", {"steps": steps, "curvature": curvature})
     monkeypatch.setattr(module, "WARM", 2)
     return module
 
@@ -51,20 +51,19 @@ def test_it_runs(gpu: ModuleType, tmp_path: Path, device: str) -> None:
 
 
 def test_networks(gpu: ModuleType) -> None:
-    """The sizes of the papers: 11.2, 21.3 and 123.6 million parameters, positions aside."""
+    """The sizes of the papers, in millions of parameters, positions of the GPTs aside."""
     with torch.device("meta"):
-        found = {name: make() for name, make in gpu.cases(gpu.FULL, "meta").items()}
-        counts = {name: sum(p.numel() for p in case.make().parameters()) / 1e6 for name, case in found.items()}
-    assert counts["resnet"] == pytest.approx(11.2, abs=0.1)
-    assert counts["vit"] == pytest.approx(21.4, abs=0.1)
-    assert counts["gpt"] == pytest.approx(123.8, abs=0.1)
+        made = {name: network.make() for of in gpu.FULL.values() for name, network in of.items()}
+    counts = {name: sum(p.numel() for p in model.parameters()) / 1e6 for name, model in made.items()}
+    papers = {"resnet": 11.2, "vit": 21.4, "gpt": 123.8, "nanogpt": 124.4, "resnet50": 25.6, "resnet18": 11.2}
+    assert counts == pytest.approx(papers, abs=0.1)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", ["resnet", "vit", "gpt"])
 def test_kfac_knows_the_layers(gpu: ModuleType, name: str) -> None:
-    case = gpu.cases(TINY, "cpu")[name]()
-    opt = KFAC(model := case.make())
-    case.loss(model(case.x), case.y).backward()
+    model, x, y = gpu.SMALL["steps"][name].on("cpu")
+    opt = KFAC(model)
+    gpu.LOSS(model(x), y).backward()
     opt.step()
     blocks = {k: b.structure for b in opt.store.blocks for k in b.names}
     matrices = {k for k, p in model.named_parameters() if p.ndim in (2, 4) and k.endswith("weight")}
@@ -79,13 +78,13 @@ def test_waits_are_counted(gpu: ModuleType, device: str) -> None:
 
 
 def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
-    case = gpu.cases(TINY, "cpu")["gpt"]()
-    run = gpu.Run("SGD", case, None)
+    network = gpu.SMALL["steps"]["gpt"]
+    run = gpu.Run("SGD", network, "cpu")
     run.check()
     next(run.model.parameters()).data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="SGD: parameters are not finite"):
         run.check()
-    ours = gpu.Run("KFAC", case, None)
+    ours = gpu.Run("KFAC", network, "cpu")
     ours.step()
     ours.opt.monitor.skipped = 1
     with pytest.raises(RuntimeError, match="KFAC: 1 steps were skipped"):
@@ -99,27 +98,15 @@ def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
 
 
 def test_mean_steps_of_gpt2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module("gpt2_step")
-    assert module.Seconds(adamw=1.0, ordinary=2.0, whole=12.0).mean(10) == 3.0
-    module.main(["--small", "--device", "cpu", "--batch", "2", "--length", "8", "--rounds", "1", "--threads", "1"])
+    assert gpu.mean_step(ordinary=2.0, whole=12.0, interval=10) == 3.0
+    sizes = ["--batch", "2", "--length", "8", "--rounds", "1", "--threads", "1"]
+    gpu.main(["gpt2", "--small", "--device", "cpu", *sizes])
     assert "every 32 steps: " in capsys.readouterr().out
 
 
-def test_curvature(gpu: ModuleType, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, networks = (importlib.import_module(name) for name in ("gpu_curvature", "_gpu_networks"))
-    tiny = networks.images("ResNet-18", networks.resnet18, 32, 2, 3, width=2)
-    monkeypatch.setattr(module, "SMALL", {"resnet18": tiny})
+def test_curvature(gpu: ModuleType, tmp_path: Path, device: str) -> None:
     file = tmp_path / "curvature.json"
-    chosen = ["--small", "--device", device, "--only", "resnet18", "--threads", "1"]
-    module.main([*chosen, "--rounds", "2", "--json", str(file)])
+    gpu.main(["curvature", "--small", "--device", device, "--threads", "1", "--rounds", "2", "--json", str(file)])
     results = {result["quantity"]: result for result in json.loads(file.read_text())["results"]}
-    assert list(results) == ["gradient", *module.PUBLISHED["nanogpt"]]
+    assert list(results) == ["gradient", *gpu.PUBLISHED["nanogpt"]]
     assert all(len(result["seconds"]) == 2 and result["peak"] > 0 for result in results.values())
-
-
-def test_networks_of_the_curvature_benchmark(gpu: ModuleType) -> None:
-    """The sizes of the papers: 123.6 (positions aside), 25.6 and 11.2 million parameters."""
-    full = importlib.import_module("_gpu_networks").FULL
-    with torch.device("meta"):
-        counts = {name: sum(p.numel() for p in network.make().parameters()) / 1e6 for name, network in full.items()}
-    assert counts == pytest.approx({"nanogpt": 124.4, "resnet50": 25.6, "resnet18": 11.2}, abs=0.1)

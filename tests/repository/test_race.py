@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +38,9 @@ def race(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def started(race: ModuleType, problem: str, name: str, **setting: float) -> Any:
     entry = race.ENTRIES[name]
     lr = LRS.get(name, {}).get(problem, entry.lrs[1] if entry.lrs else 0)
-    chosen = {**next(entry.rates()), "lr": lr, **setting} if entry.lrs else {}
-    made = race.PROBLEMS[problem](**TINY[problem])
-    return importlib.import_module("_race_run").Run(made, entry, chosen, seed=0)
+    usual = {name: values[0] for name, values in entry.axes.items()}
+    chosen = {"lr": lr, **usual, **setting} if entry.lrs else {}
+    return race.Run(race.PROBLEMS[problem](**TINY[problem]), entry, chosen, seed=0)
 
 
 # Every rival on two of the four problems, every problem with three or four of the rivals.
@@ -53,7 +54,7 @@ def test_every_rival_lowers_the_loss(race: ModuleType, problem: str, name: str) 
     for _ in range(30):
         run.step()
     run.evaluate()
-    assert run.points[-1].train < run.points[0].train
+    assert run.points[-1].loss < run.points[0].loss
     still = [key for key, value in run.models[0].named_parameters() if torch.equal(value, before[key])]
     assert not still, f"not trained: {still}"
 
@@ -106,49 +107,59 @@ def test_factors_of_the_empirical_kfac(race: ModuleType) -> None:
     assert ratio <= 1
 
 
-def test_neither_turns_nor_evaluations_change_a_run(race: ModuleType) -> None:
-    state = torch.random.get_rng_state()
-    alone, other, watched = (started(race, "cnn", "sgd") for _ in range(3))
-    for _ in range(4):
-        alone.step()
-    for _ in range(4):
-        other.step()
-        torch.rand(3)
-        watched.step()
-        watched.evaluate(whole=True)
-    for key, value in alone.models[0].state_dict().items():
-        assert torch.equal(value, watched.models[0].state_dict()[key]), key
-    assert watched.models[0].training
-    torch.random.set_rng_state(state)
-
-
 def test_the_target_is_met_between_evaluations(race: ModuleType) -> None:
-    runs = importlib.import_module("_race_run")
-    before, after = runs.Point(10, 1.0, 4.0, math.nan, math.nan), runs.Point(20, 3.0, 1.0, 0.5, 0.9)
-    assert runs.crossing(before, after, 2.0) == runs.Point(15.0, 2.0, 2.0, 0.5, 0.9)
+    contest = importlib.import_module("_contest")
+    assert contest.met(contest.Point(10, 1.0, 4.0), contest.Point(20, 3.0, 1.0), 2.0) == (15.0, 2.0)
 
 
-def test_grids_widen_and_bad_points_are_abandoned(race: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = importlib.import_module("_race_run")
-    limits = []
+def test_a_run_that_comes_to_its_target(race: ModuleType) -> None:
+    """Far from it an evaluation is a quick look, near it whole."""
+    problem = race.PROBLEMS["tanh"](**TINY["tanh"])
+    far = race.Run(replace(problem, target=0.5), race.ENTRIES["adamw"], {"lr": 3e-3}, seed=0)
+    assert math.isnan(far.points[0].metric) and not far.end
+    run = race.Run(replace(problem, target=2.0), race.ENTRIES["adamw"], {"lr": 3e-3}, seed=0)
+    run.advance(20.0)
+    assert run.end == "reached" and run.reached.loss == 2.0 and run.reached.accuracy > 0.1
+    assert run.points[-2].loss > 2.0 >= run.points[-1].loss
+    assert run.points[-2].step < run.reached.step <= run.points[-1].step
 
-    def attempt(problem: Any, entry: Any, setting: dict[str, float], limit: float) -> Any:
-        limits.append(limit)
-        needed = 10 * (1 + abs(math.log10(setting["lr"] / 1e-4)))  # the best is 1e-4
-        end = "reached" if needed <= limit else "stopped"
-        return runs.Trial(setting, end, needed, needed, 1.0)
 
-    monkeypatch.setattr(runs, "attempt", attempt)
-    trials = list(runs.tune(None, race.ENTRIES["adamw"], 100.0))
+def test_grids_widen(race: ModuleType) -> None:
+    """The middle rate first, other settings with the best rate, and on while it lies at the end of the grid."""
+    best_so_far = []
+
+    def attempt(setting: dict[str, float], best: Any) -> Any:
+        best_so_far.append(best and best.setting["lr"])
+        needed = 10 * (1 + abs(math.log10(setting["lr"] / 1e-4))) + setting.get("every", 0)  # the best is 1e-4
+        return race.Trial(setting, "reached", needed, needed, 1.0)
+
+    trials = list(race.tune(race.ENTRIES["adamw"], (1e-3, 3e-3, 1e-2), attempt))
     assert [trial.setting["lr"] for trial in trials] == [3e-3, 1e-3, 1e-2, 3e-4, 1e-4, 3e-5]
-    assert min(trials, key=runs.rank).setting == {"lr": 1e-4}
-    assert limits[0] == 100.0
-    assert limits[-1] == pytest.approx(13.0)
+    assert best_so_far == [None, 3e-3, 1e-3, 1e-3, 3e-4, 1e-4]
+    assert min(trials, key=lambda trial: trial.rank).setting == {"lr": 1e-4}
+    trials = list(race.tune(race.ENTRIES["singd"], (1e-5, 1e-4, 1e-3), attempt))
+    tried = [(1e-4, 10), (1e-5, 10), (1e-3, 10), (1e-4, 1)]
+    assert [(trial.setting["lr"], trial.setting["every"]) for trial in trials[:4]] == tried
+    failed = lambda setting, best: race.Trial(setting, "diverged", 1, 1.0, math.inf)
+    rates = [trial.setting["lr"] for trial in race.tune(race.ENTRIES["sgd"], (1e-2, 3e-2, 1e-1), failed)]
+    assert rates[3:5] == [3e-3, 1e-3]  # lower
+
+
+def test_points_of_a_grid_are_abandoned(race: ModuleType) -> None:
+    problem, entry = race.PROBLEMS["tanh"](**TINY["tanh"]), race.ENTRIES["sgd"]
+    attempt = race.trial_of(replace(problem, target=0.0), entry, 0.5)
+    good = race.Trial({"lr": 0.1}, "reached", 5, 0.01, 0.0)
+    assert 0.013 < attempt({"lr": 1e-3}, good).seconds < 0.25
+    assert attempt({"lr": 1e-3}, None).seconds > 0.5
+    ends = [("stopped", 2.0), ("reached", 9.0), ("stopped", 1.0), ("abandoned", 0.5), ("diverged", math.inf)]
+    ranked = sorted((race.Trial({}, end, 9, 9.0, loss) for end, loss in ends), key=lambda trial: trial.rank)
+    assert [trial.end for trial in ranked] == ["reached", "stopped", "stopped", "diverged", "abandoned"]
+    assert ranked[1].loss == 1.0
 
 
 def test_a_race_is_run_and_reported(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = race.PROBLEMS["tanh"](**TINY["tanh"])
-    easy = type(problem)(**{**vars(problem), "target": 2.0, "cap": 0.5})
+    easy = replace(problem, target=2.0, budget=0.5)
     monkeypatch.setitem(race.PROBLEMS, "tanh", lambda device: easy)
     files = {name: tmp_path / f"race.{name}" for name in ("json", "md", "png", "tuned")}
     common = ["--problem", "tanh", "--threads", "1", "--tuned", str(files["tuned"])]
@@ -177,7 +188,7 @@ def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
 
     def sized(device: str, batch: int = 64) -> Any:
         problem = importlib.import_module("_race_problems").tanh(device, **(TINY["tanh"] | {"batch": batch}))
-        return type(problem)(**{**vars(problem), "target": 2.0 if batch == 128 else -1.0, "cap": 0.5})
+        return replace(problem, target=2.0 if batch == 128 else -1.0, budget=0.5)
 
     monkeypatch.setitem(race.PROBLEMS, "tanh", sized)
     out = tmp_path / "batches.md"

@@ -371,11 +371,7 @@ def test_a_callable_may_do_without_target():
     loss = lambda o, _: o.square().sum()
     got = matrix(exact(), randn(2, C), loss, None, 2)
     torch.testing.assert_close(got, 2 * torch.eye(C, dtype=DOUBLE).expand(2, C, C))
-    for inject, kind in (
-        (exact(), nn.HuberLoss()),
-        (Curved(), nn.NLLLoss()),
-        (Curved(), nn.GaussianNLLLoss()),
-    ):
+    for inject, kind in ((exact(), nn.HuberLoss()), (Curved(), nn.NLLLoss()), (Curved(), nn.GaussianNLLLoss())):
         with pytest.raises(ValueError, match=f"Hessian of {type(kind).__name__} depends on the target, which is miss"):
             inject.pairs(heads(randn(2, C)), kind, count=2)
 

@@ -76,10 +76,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 
 
 @in_pairs(
-    head=HEADS,
-    builder=[curvature.kfac, curvature.ekfac],
-    sequence_first=[False, True],
-    sizes=[[3, 3, 1], [1, 3, 3]],
+    head=HEADS, builder=[curvature.kfac, curvature.ekfac], sequence_first=[False, True], sizes=[[3, 3, 1], [1, 3, 3]]
 )
 def test_batches_of_one_sample_are_read_as_others(
     builder: Callable[..., curvature.BlockDiagonal], head: str, sequence_first: bool, sizes: list[int]

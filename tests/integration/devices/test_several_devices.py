@@ -134,10 +134,7 @@ CLOSURES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *((name, ThereAndBack) for name in CLOSURES),
-        *((name, Split) for name in ("adaptive", "residuals", "dense")),
-    ],
+    [*((name, ThereAndBack) for name in CLOSURES), *((name, Split) for name in ("adaptive", "residuals", "dense"))],
 )
 def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tuple[str, str]) -> None:
     """Loss and target are on the second device, and so is the output of one of the models; copies go on alike."""

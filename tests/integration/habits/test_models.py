@@ -291,6 +291,7 @@ def test_layers_unused_at_times_move_when_used(make: Make) -> None:
         train(model, opt, 1)
         used = "one" if model.turn % 2 else "two"
         assert moved(model, before) == {f"{layer}.{kind}" for layer in ("inner", used) for kind in ("weight", "bias")}
+    assert "not used" not in opt.report()
 
 
 @without_closure

@@ -118,7 +118,7 @@ def test_frozen_layers_stay_and_thawed_ones_move(make: Make) -> None:
     before = copied(model)
     model[0].requires_grad_(False)
     train(model, opt, 2)
-    assert moved(model, before) == {"2.weight", "2.bias"}
+    assert moved(model, before) == {"2.weight", "2.bias"} and "requires_grad is False" in opt.report()
     model[0].requires_grad_(True)
     before = copied(model)
     train(model, opt, 1)
@@ -205,13 +205,14 @@ def test_hooks_may_write_in_states(make: Make) -> None:
 
 @every_optimizer
 def test_rates_of_groups_may_be_tensors_that_a_schedule_changes(make: Make) -> None:
-    """Of one entry, in the constructor and in groups, which a schedule then changes in place; parameters with names."""
+    """Of one entry or no axis, in the constructor and in groups, which a schedule changes in place; names, too."""
     models = [net(), net()]
-    for model, made in zip(models, (float, lambda rate: torch.tensor([rate])), strict=True):
-        opt = make(model, lr=made(0.5))
+    for model, made in zip(models, (lambda rate: rate[0], torch.tensor), strict=True):
+        opt = make(model, lr=made([0.5]))
         (group,) = opt.param_groups
         group["params"] = group["params"][:2]
-        opt.add_param_group({"params": list(model.named_parameters())[2:], "lr": made(0.25)})
+        no_axis = {"lr": made([0.25])} if made is not torch.tensor else {"lr": torch.tensor(0.25)}
+        opt.add_param_group({"params": list(model.named_parameters())[2:]} | no_axis)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
         for _ in range(2):
             train(model, opt, 1)

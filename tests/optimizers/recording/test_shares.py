@@ -223,7 +223,7 @@ def test_shares_that_a_named_loss_tells(kind: str, name: str, logged: pytest.Log
     found = curvature_of(OPTIMIZERS[kind], make, loss, loss=named)
     assert not logged.records
     own = {  # a sum over N of a single sample is still over N
-        "a sum of squares over N": lambda o, y: (o - y).square().mean(),
+        "a sum of squares over N": lambda o, y: (o - y).square().mean()
     }.get(name, loss)
     torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], make, own_losses(own)))
 

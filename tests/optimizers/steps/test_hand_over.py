@@ -18,17 +18,7 @@ from torch import Tensor, nn
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.adaptive import CONFIRMED_DECAY, PRIOR_BATCHES
 from support.cases.case import seeded
-from support.training import (
-    ORDERS,
-    assert_same,
-    closure_of,
-    copied,
-    data_order,
-    digits,
-    draws,
-    task,
-    train_by_closure,
-)
+from support.training import ORDERS, assert_same, closure_of, copied, data_order, digits, draws, task, train_by_closure
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
 

@@ -56,11 +56,7 @@ def residual(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
 def convolutional(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
     layers = [layer for _ in range(depth) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
-    return (
-        nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *head),
-        torch.randn(8, 1, 6, 6),
-        torch.randint(3, (8,)),
-    )
+    return (nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *head), torch.randn(8, 1, 6, 6), torch.randint(3, (8,)))
 
 
 class LSTM(nn.Module):

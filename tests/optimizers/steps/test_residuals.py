@@ -276,18 +276,6 @@ def test_what_is_no_residual_is_refused():
 # -- checkpoints
 
 
-def test_a_resumed_run_is_the_uninterrupted_one():
-    model, closure = problem()
-    opt = KFAC(model)
-    train(opt, closure, 5)
-    other, other_closure = problem()
-    other.load_state_dict(model.state_dict())
-    resumed = KFAC(other)
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert train(resumed, other_closure, 5) == train(opt, closure, 5)
-    assert torch.equal(arranged(other), arranged(model))
-
-
 def test_a_copy_goes_the_same_way():
     model, closure = problem()
     opt = KFAC(model)

@@ -186,16 +186,6 @@ def test_step_residuals_is_the_step_on_residuals(optimizer: type[KFAC]) -> None:
     assert one.steps == other.steps == 3
 
 
-def test_step_residuals_refuses_losses() -> None:
-    model = network()
-    opt = KFAC(model)
-    opt.step(loss_of(model))
-    with pytest.raises(TypeError, match="a loss before"):
-        opt.step_residuals(residuals_of(model))
-    with pytest.raises(ValueError, match=r"residuals \(M,\)"):
-        KFAC(model).step_residuals(lambda: model(X).sum())
-
-
 @pytest.mark.parametrize("options", [{"line_search": True}, {"adaptive": True}])
 def test_a_loss_with_one_element(options: dict[str, bool]):
     with seeded(0):

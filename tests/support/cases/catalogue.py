@@ -5,14 +5,7 @@ from __future__ import annotations
 from support.cases import layers, losses, models, raw, refused, sequences, shared
 from support.cases.case import Case
 
-PARTS = {
-    "layers": layers,
-    "sequences": sequences,
-    "raw": raw,
-    "shared": shared,
-    "models": models,
-    "losses": losses,
-}
+PARTS = {"layers": layers, "sequences": sequences, "raw": raw, "shared": shared, "models": models, "losses": losses}
 CATALOGUE: dict[str, list[Case]] = {name: list(part.cases()) for name, part in PARTS.items()}
 CASES: list[Case] = [case for part in CATALOGUE.values() for case in part]
 

@@ -30,11 +30,7 @@ Scenario = Callable[[int, int], Any]  # (rank, size) -> what to look at
 def run(rank: int, size: int, folder: str, scenarios: Mapping[str, Scenario], seconds: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=seconds),
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
     )
     found = {}
     for name, scenario in scenarios.items():

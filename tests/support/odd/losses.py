@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from support.cases.case import Raw
-from support.odd.table import NOISE, WORDS, T, X, Y, net, odd
+from support.odd.table import NOISE, WORDS, T, X, Y, classifier, net, odd
 
 entropy = lambda z: F.cross_entropy(z, Y)
 fit = lambda z: F.mse_loss(z, T)
@@ -21,11 +21,8 @@ squares = lambda z, y: ((z - y) ** 2).mean()
 
 # -- the model returns its loss
 
-odd(
-    "returns_torch_loss",
-    lambda: Raw(lambda m, x, y: F.cross_entropy(m.net(x), y), net=net()),
-    lambda m: m(X, Y),
-    classes=True,
+classifier(
+    "returns_torch_loss", lambda: Raw(lambda m, x, y: F.cross_entropy(m.net(x), y), net=net()), lambda m: m(X, Y)
 )
 odd("returns_own_loss", lambda: Raw(lambda m, x, y: by_hand(m.net(x), y), net=net()), lambda m: m(X, Y))
 odd("returns_own_squares", lambda: Raw(lambda m, x, y: squares(m.net(x), y), net=net()), lambda m: m(X, T))
@@ -37,11 +34,10 @@ odd(
     lambda: Raw(lambda m, x, y: by_hand(m.net(x), y) + 0.01 * sum(p.square().sum() for p in m.parameters()), net=net()),
     lambda m: m(X, Y),
 )
-odd(
+classifier(
     "returns_torch_loss_and_penalty",
     lambda: Raw(lambda m, x, y: F.cross_entropy(m.net(x), y) + 0.01 * m.net[0].weight.abs().sum(), net=net()),
     lambda m: m(X, Y),
-    classes=True,
 )
 odd(
     "returns_loss_beside_output",
@@ -136,11 +132,10 @@ odd(
     ),
     lambda m: m(X, Y),
 )
-odd(
+classifier(
     "keeps_torch_loss",
     lambda: Raw(lambda m, x, y: setattr(m, "kept", F.cross_entropy(m.net(x), y)), net=net()),
     lambda m: (m(X, Y), m.kept)[1],
-    classes=True,
 )
 odd(
     "keeps_own_loss",
@@ -176,62 +171,46 @@ class Result:
 
 Pair = namedtuple("Pair", "value rest")
 
-odd(
+classifier(
     "dict",
     lambda: Raw(lambda m, x: {"value": m.net(x), "classes": m.net(x).argmax(1), "none": None}, net=net()),
     lambda m: entropy(m(X)["value"]),
-    classes=True,
 )
-odd("tuple", lambda: Raw(lambda m, x: (None, m.net(x), 3), net=net()), lambda m: entropy(m(X)[1]), classes=True)
-odd(
-    "named_tuple",
-    lambda: Raw(lambda m, x: Pair(m.net(x), None), net=net()),
-    lambda m: entropy(m(X).value),
-    classes=True,
-)
-odd("dataclass", lambda: Raw(lambda m, x: Result(m.net(x)), net=net()), lambda m: entropy(m(X).value), classes=True)
-odd(
-    "list_of_rows",
-    lambda: Raw(lambda m, x: list(m.net(x)), net=net()),
-    lambda m: entropy(torch.stack(m(X))),
-    classes=True,
-)
+classifier("tuple", lambda: Raw(lambda m, x: (None, m.net(x), 3), net=net()), lambda m: entropy(m(X)[1]))
+classifier("named_tuple", lambda: Raw(lambda m, x: Pair(m.net(x), None), net=net()), lambda m: entropy(m(X).value))
+classifier("dataclass", lambda: Raw(lambda m, x: Result(m.net(x)), net=net()), lambda m: entropy(m(X).value))
+classifier("list_of_rows", lambda: Raw(lambda m, x: list(m.net(x)), net=net()), lambda m: entropy(torch.stack(m(X))))
 odd(
     "list_of_depths",
     lambda: Raw(lambda m, x: [z := m.one(x), m.two(z.tanh())], one=nn.Linear(6, 3), two=nn.Linear(3, 3)),
     lambda m: sum(map(entropy, m(X))),
 )
-odd(
+classifier(
     "outputs_of_two_sizes",
     lambda: Raw(lambda m, x: (m.one(x), m.two(x).mean(0)), one=nn.Linear(6, 3), two=nn.Linear(6, 3)),
     lambda m: entropy(m(X)[0]) + m(X)[1].square().sum(),
-    classes=True,
 )
-odd(
+classifier(
     "two_heads_of_which_one_trains",
     lambda: Raw(lambda m, x: (m.one(x), m.two(x)), one=nn.Linear(6, 3), two=nn.Linear(6, 3)),
     lambda m: entropy(m(X)[0]),
-    classes=True,
 )
 odd(
     "own_class",
     lambda: Raw(lambda m, x: torch.distributions.Categorical(logits=m.net(x)), net=net()),
     lambda m: -m(X).log_prob(Y).mean(),
 )
-odd("function", lambda: Raw(lambda m, x: lambda: m.net(x), net=net()), lambda m: entropy(m(X)()), classes=True)
+classifier("function", lambda: Raw(lambda m, x: lambda: m.net(x), net=net()), lambda m: entropy(m(X)()))
 odd("complex_output", lambda: Raw(lambda m, x: torch.fft.fft(m.net(x)), net=net()), lambda m: m(X).abs().mean())
-odd(
+classifier(
     "whole_numbers_beside",
     lambda: Raw(lambda m, x: (m.net(x), torch.arange(5, device=x.device)), net=net()),
     lambda m: entropy(m(X)[0]),
-    classes=True,
 )
 odd("log_probabilities", lambda: nn.Sequential(net(), nn.LogSoftmax(1)), lambda m: F.nll_loss(m(X), Y))
-odd(
+classifier(
     "masked_logits",
     lambda: Raw(lambda m, x: m.net(x).masked_fill(torch.arange(3, device=x.device) > Y.max(), -torch.inf), net=net()),
-    lambda m: entropy(m(X)),
-    classes=True,
 )
 
 # -- losses of other things
@@ -245,22 +224,20 @@ odd("sum_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X)
 odd("mean_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X).mean())
 odd("hidden_features", hidden, lambda m: (m(X), fit(m.kept))[1])
 odd("hidden_beside", hidden, lambda m: entropy(m(X)) + m.kept.square().mean())
-odd("penalty_beside", net, lambda m: entropy(m(X)) + 0.01 * sum(p.square().sum() for p in m.parameters()), classes=True)
-odd(
+classifier("penalty_beside", net, lambda m: entropy(m(X)) + 0.01 * sum(p.square().sum() for p in m.parameters()))
+classifier(
     "penalty_of_what_is_not_read",
     lambda: Raw(lambda m, x: m.net(x), net=net(), p=(3,)),
     lambda m: entropy(m(X)) + m.p.square().sum(),
-    classes=True,
 )
-odd(
+classifier(
     "weights_of_losses_outside",
     lambda: Raw(lambda m, x: m.net(x), net=net(), s=(2,)),
     lambda m: entropy(m(X)) * (-m.s[0]).exp() + fit(m(X)) * (-m.s[1]).exp() + m.s.sum(),
-    classes=True,
 )
-odd("part_of_samples", net, lambda m: F.cross_entropy(m(X)[:5], Y[:5]), classes=True)
-odd("largest_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").max(), classes=True)
-odd("median_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").median(), classes=True)
+classifier("part_of_samples", net, lambda m: F.cross_entropy(m(X)[:5], Y[:5]))
+classifier("largest_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").max())
+classifier("median_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").median())
 odd("policy", net, lambda m: -(m(X).log_softmax(1).gather(1, Y[:, None])[:, 0] * T[:, 0]).mean())
-odd("sum_reduction", net, lambda m: F.cross_entropy(m(X), Y, reduction="sum"), classes=True)
+classifier("sum_reduction", net, lambda m: F.cross_entropy(m(X), Y, reduction="sum"))
 odd("constant_loss", net, lambda m: 0 * m(X).sum() + 1)

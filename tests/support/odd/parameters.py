@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from support.cases.case import Raw
-from support.odd.table import PIXELS, C, T, X, Y, net, odd
+from support.odd.table import PIXELS, C, T, X, Y, classifier, net, odd
 
 entropy = lambda z: F.cross_entropy(z, Y)
 fit = lambda z: F.mse_loss(z, T)
@@ -62,17 +62,9 @@ odd("expanded", lambda: Raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda 
 odd("scalar_parameters", lambda: Raw(lambda m, x: x[:, :3] * m.a + m.b, a=(), b=()), lambda m: fit(m(X)))
 odd("scalar_output", lambda: Raw(lambda m, x: m.net(x).mean(), net=net()), lambda m: (m(X) - 1).square())
 odd("scalars_added_up", lambda: Raw(lambda m, x: m.a * x.mean() + m.b, a=(), b=()), lambda m: (m(X) - 1).square())
-odd(
-    "empty_parameter",
-    lambda: Raw(lambda m, x: m.net(x) + m.p.sum(), net=net(), p=(0, 3)),
-    lambda m: entropy(m(X)),
-    classes=True,
-)
-odd(
-    "empty_layer",
-    lambda: Raw(lambda m, x: torch.cat([m.net(x), m.none(x)], 1), net=net(), none=nn.Linear(6, 0)),
-    lambda m: entropy(m(X)),
-    classes=True,
+classifier("empty_parameter", lambda: Raw(lambda m, x: m.net(x) + m.p.sum(), net=net(), p=(0, 3)))
+classifier(
+    "empty_layer", lambda: Raw(lambda m, x: torch.cat([m.net(x), m.none(x)], 1), net=net(), none=nn.Linear(6, 0))
 )
 
 # -- weights computed from parameters
@@ -99,43 +91,35 @@ def symmetric(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", Symmetric())
 
 
-odd("weight_norm", lambda: changed(parametrizations.weight_norm), lambda m: entropy(m(X)), classes=True)
-odd("weight_norm_of_old", lambda: changed(nn.utils.weight_norm), lambda m: entropy(m(X)), classes=True)
-odd("spectral_norm", lambda: changed(parametrizations.spectral_norm), lambda m: entropy(m(X)), classes=True)
-odd("spectral_norm_of_old", lambda: changed(nn.utils.spectral_norm), lambda m: entropy(m(X)), classes=True)
-odd("orthogonal", lambda: changed(parametrizations.orthogonal), lambda m: entropy(m(X)), classes=True)
-odd("symmetric", lambda: changed(symmetric), lambda m: entropy(m(X)), classes=True)
+classifier("weight_norm", lambda: changed(parametrizations.weight_norm))
+classifier("weight_norm_of_old", lambda: changed(nn.utils.weight_norm))
+classifier("spectral_norm", lambda: changed(parametrizations.spectral_norm))
+classifier("spectral_norm_of_old", lambda: changed(nn.utils.spectral_norm))
+classifier("orthogonal", lambda: changed(parametrizations.orthogonal))
+classifier("symmetric", lambda: changed(symmetric))
 odd("exponential_weight", lambda: Raw(exponential, p=(3, 6)), lambda m: fit(m(X)))
-odd("mixed_by_softmax", lambda: Raw(mixed, p=(2,), one=net(), two=net()), lambda m: entropy(m(X)), classes=True)
-odd(
-    "added_zero_times_sum",
-    lambda: Raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net(), p=(4,)),
-    lambda m: entropy(m(X)),
-    classes=True,
-)
-odd("cosine_classifier", lambda: Raw(cosine, p=(3, 6), scale=()), lambda m: entropy(m(X)), classes=True)
-odd("hypernetwork", lambda: Raw(hyper, make=nn.Linear(4, 18), z=(4,)), lambda m: entropy(m(X)), classes=True)
-odd("hypernetwork_of_data", lambda: Raw(own_weights, make=nn.Linear(6, 18)), lambda m: entropy(m(X)), classes=True)
+classifier("mixed_by_softmax", lambda: Raw(mixed, p=(2,), one=net(), two=net()))
+classifier("added_zero_times_sum", lambda: Raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net(), p=(4,)))
+classifier("cosine_classifier", lambda: Raw(cosine, p=(3, 6), scale=()))
+classifier("hypernetwork", lambda: Raw(hyper, make=nn.Linear(4, 18), z=(4,)))
+classifier("hypernetwork_of_data", lambda: Raw(own_weights, make=nn.Linear(6, 18)))
 odd("indexed", lambda: Raw(lambda m, x: x @ m.p[[2, 0, 1, 1, 0, 2]], p=(3, 3)), lambda m: fit(m(X)))
 odd("masked", lambda: Raw(lambda m, x: x @ torch.where(m.p > 0, m.p, 0.1 * m.p), p=(6, 3)), lambda m: fit(m(X)))
-odd(
+classifier(
     "low_rank",
     lambda: Raw(lambda m, x: m.net(x) + x @ (m.a @ m.b), net=net().requires_grad_(False), a=(6, 2), b=(2, 3)),
-    lambda m: entropy(m(X)),
-    classes=True,
 )
 odd(
     "not_contiguous",
     lambda: Raw(lambda m, x: F.linear(x, m.p), p=nn.Parameter(torch.randn(6, 3).T)),
     lambda m: fit(m(X)),
 )
-odd(
+classifier(
     "channels_last",
     lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten()).to(
         memory_format=torch.channels_last
     ),
     lambda m: entropy(m(PIXELS.to(memory_format=torch.channels_last))),
-    classes=True,
 )
 
 
@@ -153,12 +137,7 @@ class Scaled(torch.autograd.Function):
         return g * p, (g * x).sum(0)
 
 
-odd(
-    "own_function",
-    lambda: Raw(lambda m, x: Scaled.apply(m.net(x), m.p), net=net(), p=(3,)),
-    lambda m: entropy(m(X)),
-    classes=True,
-)
+classifier("own_function", lambda: Raw(lambda m, x: Scaled.apply(m.net(x), m.p), net=net(), p=(3,)))
 odd(
     "complex_spectrum",
     lambda: Raw(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), 6)[:, :3], p=(4, 2)),

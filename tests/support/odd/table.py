@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.cases.case import seeded
@@ -45,15 +46,18 @@ ODD: dict[str, Odd] = {}
 
 
 def odd(
-    name: str,
-    build: Callable[[], nn.Module],
-    loss: Callable[[Any], Tensor],
-    *,
-    classes: bool = False,
-    closes: bool = True,
+    name: str, build: Callable[[], nn.Module], loss: Callable[[Any], Tensor], kind: Any = nn.MSELoss, **options: bool
 ) -> None:
     assert name not in ODD
-    ODD[name] = Odd(build, loss, nn.CrossEntropyLoss() if classes else nn.MSELoss(), closes)
+    ODD[name] = Odd(build, loss, kind(), **options)
+
+
+def classifier(
+    name: str, build: Callable[[], nn.Module], loss: Callable[[Any], Tensor] = lambda m: F.cross_entropy(m(X), Y),
+    **options: bool,
+) -> None:  # fmt: skip
+    """Of X, if nothing else is said."""
+    odd(name, build, loss, nn.CrossEntropyLoss, **options)
 
 
 def net(outputs: int = 3) -> nn.Sequential:

@@ -1,0 +1,364 @@
+"""What came out of the races: tables and figures of the four problems, and of the sixteen families."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _contest import LEAD, Point, Record, Result
+from _generality_scores import TOLERANCE, Score, geometric, level, score
+from _race_rivals import ENTRIES, OURS, RIVALS
+from _report import markdown, words
+
+OWN = {entry.name for entry in OURS}
+PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
+DASHES = ("-", "--", "-.", "-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 2)))
+COLOURS = {entry.name: colour for entry, colour in zip((*OURS, *RIVALS), PALETTE, strict=True)}
+LINES = {entry.name: dashes for entry, dashes in zip((*OURS, *RIVALS), DASHES, strict=True)}
+PANELS = (  # what, its mark as a bound, whether smaller is better, title
+    ("speed", "slower", False, "times as fast as the best rival"),
+    ("steps", "more", True, "times fewer steps than AdamW"),
+)
+NAMES = {
+    "vit": "ViT",
+    "resnet": "residual CNN",
+    "batchnorm": "CNN with BatchNorm",
+    "lstm": "LSTM",
+    "gpt": "GPT",
+    "dropout": "encoder with dropout",
+    "tabular": "tabular regression",
+    "siren": "coordinate network",
+    "vae": "VAE",
+    "variance": "mean-and-variance regression",
+    "modular": "addition modulo 97",
+    "ratings": "ratings",
+    "softmax": "softmax regression",
+    "gan": "GAN",
+    "policy": "policy gradient",
+    "noise": "fine-tuning with wrong labels",
+}
+TICKS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 1000)
+FAR = 1e3  # ratios beyond are drawn there
+
+
+@dataclass(frozen=True)
+class RaceResult(Result):
+    """The races of one problem."""
+
+    unit: str
+    target: float
+    clock: str
+
+    def grouped(self) -> dict[str, list[Record]]:
+        """By contestant, in the order of the race."""
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record.name, []).append(record)
+        return found
+
+    def best_rivals(self) -> list[str]:
+        """The two that come to the target first, in the median of the seeds."""
+        seconds = {name: middle(seconds_of(records)) for name, records in self.grouped().items() if name not in OWN}
+        return sorted(seconds, key=lambda name: seconds[name])[:2]
+
+
+def grid_lines(tuned: Mapping[str, Mapping[str, Any]], title: str) -> Iterator[str]:
+    """The grids of one problem, as they stand in the file of tuned settings."""
+    yield f"**{title}**\n"
+    for name, found in tuned.items():
+        points = []
+        for trial in sorted(found["grid"], key=lambda trial: [*reversed(trial["setting"].values())]):
+            loss = "not finite" if trial["loss"] is None else f"{trial['loss']:.3g}"
+            if trial["end"] == "reached":
+                outcome = f"{trial['steps']:.0f} steps, {trial['seconds']:.1f} s"
+            else:
+                outcome = f"{loss} after {trial['steps']:.0f} steps, {trial['seconds']:.1f} s"
+            mark = "**" if trial["setting"] == found["chosen"] else ""
+            points.append(f"{mark}{words(trial['setting'])}: {outcome}{mark}")
+        yield f"- {ENTRIES[name].label}: " + "; ".join(points)
+    yield ""
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median, where infinite values count as such; nan without values."""
+    kept = [value for value in values if not math.isnan(value)]
+    return statistics.median_low(kept) if math.inf in kept else statistics.median(kept) if kept else math.nan
+
+
+def seconds_of(records: Sequence[Record]) -> list[float]:
+    return [record.reached.seconds if record.reached else math.inf for record in records]
+
+
+def race_cells(records: Sequence[Record], best: float, sgd_step: float) -> list[str]:
+    """A row of the table; `best` is the median of the fastest rival, `sgd_step` milliseconds."""
+    seconds = seconds_of(records)
+    median, worst = middle(seconds), max(seconds)
+    step = middle(1e3 * record.seconds / record.steps for record in records)
+    first = [ENTRIES[records[0].name].label, words(records[0].setting)]
+    last = [f"{step:.3g}", f"{step / sgd_step:.2f}" if sgd_step else "-"]
+    if math.isinf(median):
+        ends = [record.points[-1] for record in records]
+        loss = middle(end.loss if math.isfinite(end.loss) else math.inf for end in ends)
+        after = f"{loss:.3g} after {middle(end.seconds for end in ends):.3g} s"
+        steps = f"{middle(record.steps for record in records):.0f}"
+        return [*first, f"- (diverged after {steps} steps)" if math.isinf(loss) else f"- ({after})", "-", steps, *last,
+                *outcome(ends)]  # fmt: skip
+    ends = [record.reached for record in records if record.reached]
+    span = f"{min(seconds):.3g} - {worst:.3g}" if math.isfinite(worst) else f"{len(ends)} of {len(records)} seeds"
+    steps = middle(end.step for end in ends)
+    ratio = f"{median / best:.2f}" if math.isfinite(best) else "-"
+    return [*first, f"{median:.3g} ({span})", ratio, f"{steps:.0f}", *last, *outcome(ends)]
+
+
+def outcome(ends: Sequence[Point]) -> list[str]:
+    """Test loss and accuracy."""
+    loss, accuracy = middle(end.metric for end in ends), middle(end.accuracy for end in ends)
+    return [f"{loss:.3g}" if math.isfinite(loss) else "-", "-" if math.isnan(accuracy) else f"{100 * accuracy:.1f} %"]
+
+
+def race_table(result: RaceResult) -> str:
+    """Markdown; medians over the seeds."""
+    groups = result.grouped()
+    times = {name: middle(seconds_of(records)) for name, records in groups.items()}
+    best = min((time for name, time in times.items() if name not in OWN), default=math.inf)
+    sgd_step = middle(1e3 * record.seconds / record.steps for record in groups.get("sgd", []))
+    head = ["contestant", "setting", f"{result.clock} to target (min - max)", "to best rival", "steps", "ms per step",
+            "to SGD's", "test loss", "accuracy"]  # fmt: skip
+    order = sorted(groups, key=lambda name: times[name])
+    rows = [race_cells(groups[name], best, 0.0 if math.isnan(sgd_step) else sgd_step) for name in order]
+    body = markdown(head, "llr", rows)
+    seeds = len({record.seed for record in result.records})
+    note = f"Training loss {result.target:g} {result.unit}; {seeds} seed(s); {result.machine}."
+    return f"### {result.title}\n\n{note}\n\n{body}\n"
+
+
+def race_figure(results: Mapping[str, RaceResult], path: Path) -> None:
+    """Training loss over seconds: a panel per problem, medians of the seeds and bands from least to most."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter
+
+    columns = min(2, len(results))
+    rows = -(-len(results) // columns)
+    drawn, grid = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows + 1.1), squeeze=False)
+    handles: dict[str, Any] = {}
+    for axes in grid.flat[len(results) :]:
+        axes.set_visible(False)
+    for axes, result in zip(grid.flat, results.values(), strict=False):
+        for name, records in result.grouped().items():
+            at, curves = sampled(records)
+            own, is_best = name in OWN, name in result.best_rivals()
+            colour = COLOURS[name] if own or is_best else "0.75"
+            style = {"color": colour, "ls": LINES[name], "lw": 2.8 if own else 1.3, "zorder": 3 if own else 2}
+            (line,) = axes.plot(at, np.median(curves, 0), label=ENTRIES[name].label, **style)
+            handles.setdefault(name, line)
+            if own or is_best:
+                handles[name] = line  # in the colour that it has where it is among the best
+                axes.fill_between(at, curves.min(0), curves.max(0), color=colour, alpha=0.12, lw=0)
+        axes.axhline(result.target, color="0.3", lw=0.8, ls=":")
+        axes.set(xscale="log", yscale="log", xlabel=result.clock, ylabel=f"training loss [{result.unit}]")
+        last = max(record.points[-1].seconds for record in result.records)
+        axes.set_xlim(5e-3 * last, 1.2 * last)
+        top = max(record.points[0].loss for record in result.records)
+        axes.set_ylim(0.8 * result.target, 1.5 * top)
+        axes.set_title(result.title, fontsize=9, wrap=True)
+        axes.grid(which="major", color="0.9", lw=0.6)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    drawn.legend(
+        handles.values(),
+        [ENTRIES[name].label for name in handles],
+        loc="lower center",
+        ncols=3 * columns,
+        frameon=False,
+        handlelength=3.5,
+        title="medians of seeds, bands from best to worst; dotted: target; grey: all rivals but the best two",
+    )
+    drawn.tight_layout(rect=(0, 1.1 / (4.4 * rows + 1.1), 1, 1))
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
+
+
+def sampled(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, and the losses of every seed at them: geometric between evaluations, the last value after the end."""
+    paths = []
+    for record in records:
+        points = [point for point in record.points if point.seconds > 0 and 0 < point.loss < math.inf]
+        before = [point for point in points if not record.reached or point.seconds < record.reached.seconds]
+        paths.append(before + ([record.reached] if record.reached else []))
+    paths = [path for path in paths if path]
+    if not paths:
+        return np.ones(1), np.full((1, 1), np.nan)
+    at = np.geomspace(min(path[0].seconds for path in paths), max(path[-1].seconds for path in paths), 300)
+    curves = [
+        np.exp(np.interp(np.log(at), np.log([p.seconds for p in path]), np.log([p.loss for p in path])))
+        for path in paths
+    ]
+    return at, np.stack(curves)
+
+
+# -- the families
+
+
+@dataclass(frozen=True)
+class FamilyResult(Result):
+    """The runs of one family."""
+
+    objective: str
+    metric: str
+    budget: float
+
+    def of(self, seed: int, ours: bool) -> list[Record]:
+        return [record for record in self.records if record.seed == seed and bool(record.setting) is not ours]
+
+    def scores(self) -> dict[str, list[Score]]:
+        """Ours by name, a score for each seed."""
+        found: dict[str, list[Score]] = {}
+        for seed in sorted({record.seed for record in self.records}):
+            for record in self.of(seed, ours=True):
+                found.setdefault(record.name, []).append(score(record, self.of(seed, ours=False), self.budget))
+        return found
+
+
+def said(value: float, bounded: bool, sign: str, form: str = ".2f") -> str:
+    return f"{sign if bounded else ''}{value:{form}}"
+
+
+def line(family: str, found: Score) -> str:
+    """For the terminal, when a seed is done."""
+    return (
+        f"{family:10s} {found.name:8s} seed {found.seed}: {said(found.speed, found.slower, '<')} times as fast as "
+        f"{found.rival}, {said(found.steps, found.more, '>')} of AdamW's steps, {found.loss:.3g} of the loss at equal "
+        f"time ({found.half:.3g} half-way), test {found.metric:.4g} ({found.rival_metric:.4g})"
+        + ("" if found.end == "stopped" else f"  {found.end}")
+    )
+
+
+def median(scores: Sequence[Score], what: str, bound: str, sign: str, least: bool) -> str:
+    """Median of the seeds, and the range where there are several; bounds are marked."""
+    values = sorted(scores, key=lambda found: getattr(found, what))
+    middle = values[(len(values) - 1) // 2 if least else len(values) // 2]
+    text = said(getattr(middle, what), getattr(middle, bound), sign)
+    if len(values) > 1:
+        text += f" ({said(getattr(values[0], what), getattr(values[0], bound), sign)} - "
+        text += f"{said(getattr(values[-1], what), getattr(values[-1], bound), sign)})"
+    return text
+
+
+def family_cells(result: FamilyResult, scores: Sequence[Score]) -> list[str]:
+    ends = {found.end for found in scores} - {"stopped"}
+    test = statistics.median(found.metric for found in scores)
+    rivals = statistics.median(found.rival_metric for found in scores)
+    names = ", ".join(sorted({ENTRIES[found.rival].label for found in scores}))
+    return [
+        result.title,
+        names,
+        f"{result.budget:g}",
+        median(scores, "speed", "slower", "<", least=True),
+        median(scores, "steps", "more", ">", least=False),
+        " / ".join(f"{found.loss:.2f}" if math.isfinite(found.loss) else "not finite" for found in scores),
+        f"{test:.4g}",
+        f"{rivals:.4g}",
+        "; ".join(sorted(ends)) or "yes",
+    ]
+
+
+def medians(scores: Mapping[str, Sequence[Score]], what: str) -> dict[str, float]:
+    return {family: statistics.median(getattr(found, what) for found in own) for family, own in scores.items()}
+
+
+def summary(scores: Mapping[str, Sequence[Score]]) -> str:
+    """Geometric means over families of the medians over seeds, and the worst case over all."""
+    every = [(found, family) for family, own in scores.items() for found in own]
+    speeds, steps, losses = (medians(scores, what) for what in ("speed", "steps", "loss"))
+    slowest, loser = min(every, key=lambda e: e[0].speed), max(every, key=lambda e: e[0].loss)
+    behind = {family: sum(not found.holds for found in own) for family, own in scores.items()}
+    named = ", ".join(f"{family} {count}" for family, count in behind.items() if count)
+    return (
+        f"Ahead in CPU seconds on {sum(speed > 1 for speed in speeds.values())} of {len(speeds)} families: "
+        f"{geometric(speeds.values()):.2f} times as fast in the geometric mean, at worst "
+        f"{said(slowest[0].speed, slowest[0].slower, '<')} ({slowest[1]}). Steps: {geometric(steps.values()):.2f} of "
+        f"AdamW's. Loss at equal time: {geometric(losses.values()):.2f} of the best rival's, at worst "
+        f"{loser[0].loss:.3g} ({loser[1]}). Not finite: {sum(found.end != 'stopped' for found, _ in every)} of "
+        f"{len(every)} runs. Behind by more than {TOLERANCE - 1:.0%}: {sum(behind.values())}"
+        + (f" ({named})." if named else ".")
+    )
+
+
+def family_table(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> str:
+    """Markdown: for each of ours a table with a row for each family."""
+    scores = {family: result.scores() for family, result in results.items()}
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    head = ["family", "best rival", "budget, s", "times as fast", "steps to AdamW's loss, of its own",
+            "loss at equal time, of the best rival's, by seed", "test", "test, best rival", "finite"]  # fmt: skip
+    text = ""
+    for name in names:
+        own = {family: found[name] for family, found in scores.items() if name in found}
+        body = markdown(head, "llrrrrrrl", [family_cells(results[family], found) for family, found in own.items()])
+        text += f"### {label(name)}\n\n{summary(own)}\n\n{body}\n\n"
+    machines = "; ".join(sorted({result.machine for result in results.values()}))
+    text += f"### Losses at the end of the budget\n\n{losses(results, label)}\n"
+    return text + f"{machines}; what did not come to its target after {LEAD:g} budgets counts as if it did then.\n"
+
+
+def losses(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> str:
+    """Markdown: the loss of every contestant at the end of the budget, the median over seeds."""
+    names = list(dict.fromkeys(record.name for result in results.values() for record in result.records))
+    rows = []
+    for family, result in results.items():
+        pace = {record.seed: record.pace for record in reversed(result.records)}  # that of the rivals, who are first
+        ends: dict[str, list[float]] = {name: [] for name in names}
+        for record in result.records:
+            ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
+        middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
+        rows.append([family, result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
+    return markdown(["family", "objective", *map(label, names)], "llr", rows) + "\n"
+
+
+def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callable[[str], str]) -> None:
+    """Two panels, right is better, a row for each family: a dot for each seed, an arrow for a bound, the median."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    scores = {family: result.scores() for family, result in results.items()}
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    first = lambda family: statistics.median(one.speed for one in scores[family][names[0]])
+    order = sorted((family for family in scores if names[0] in scores[family]), key=first, reverse=True)
+    drawn, axes = plt.subplots(1, len(PANELS), figsize=(10, 1.6 + 0.36 * len(order)), sharey=True, layout="constrained")
+    for panel, (what, bound, is_inverted, title) in zip(axes, PANELS, strict=True):
+        for shift, name in enumerate(names):
+            style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
+            for row, of_family in enumerate(scores[family].get(name, []) for family in order):
+                y = row + 0.26 * (shift - (len(names) - 1) / 2)
+                values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in of_family]
+                values = [1 / value if is_inverted else value for value in values]
+                for one, value in zip(of_family, values, strict=True):
+                    panel.plot(value, y, "<" if getattr(one, bound) else "o", ms=4, alpha=0.6, **style)
+                if values:
+                    panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
+            panel.plot([], [], "|", ms=11, mew=2.5, label=label(name), **style)
+        panel.axvline(1, color="0.3", lw=0.9, zorder=1)
+        panel.set(xscale="log", title=title, xlabel="right of 1 is better", ylim=(len(order) - 0.4, -0.6))
+        panel.set_yticks(range(len(order)), [NAMES[family] for family in order])
+        low, high = panel.get_xlim()
+        ticks = [t for t in TICKS if low <= t <= high]
+        panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        panel.minorticks_off()
+        panel.grid(axis="x", color="0.88", lw=0.7)
+        panel.grid(axis="y", color="0.93", lw=0.7)
+        panel.set_axisbelow(True)
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False,
+                 title="bars: medians of the seeds; arrows: at most this")  # fmt: skip
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
