@@ -17,13 +17,13 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     def get(name: str) -> Any:
         if name.startswith("__") and name != "__all__":  # asked by tools of every module
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if find_spec(f"{package}.{name}"):  # also while the public names are being imported
+            return importlib.import_module(f"{package}.{name}")
         public = importlib.import_module(f"{package}.public")
         if name == "__all__" or name in public.__all__:
             for own in ("__all__", *public.__all__):
                 setattr(sys.modules[package], own, getattr(public, own))
             return getattr(public, name)
-        if find_spec(f"{package}.{name}"):
-            return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -11,6 +11,13 @@ from pathlib import Path
 from support.architecture import ROOT, modules_of
 from support.versions import build
 
+EACH_FIRST = """
+import importlib, sys
+for package in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("curvature", "optimizers")]:
+        del sys.modules[name]
+    importlib.import_module(package)
+"""
 RUN = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
 
 
@@ -28,3 +35,9 @@ def test_the_wheel_of_the_sdist_works(tmp_path: Path) -> None:
     smoke = [sys.executable, "-I", "-c", RUN, tmp_path / "installed", ROOT / "tests/support/smoke.py"]
     found = subprocess.run(smoke, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
     assert found[2:] == [str(tmp_path / "installed" / package) for package in ("curvature", "optimizers")]
+
+
+def test_each_package_may_be_the_first_that_is_imported() -> None:
+    packages = [name for name, path in modules_of(ROOT).items() if path.name == "__init__.py"]
+    assert {"curvature.linalg", "optimizers.steps"} <= set(packages)
+    subprocess.run([sys.executable, "-c", EACH_FIRST, *packages], cwd=ROOT, check=True)

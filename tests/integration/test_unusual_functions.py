@@ -1,0 +1,272 @@
+"""Functions that torch cannot differentiate twice, and losses and models that keep something."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+import optimizers
+from curvature.recording import warn_once
+from support.cases.case import Raw
+
+pytestmark = pytest.mark.fast
+ENTROPY = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Sine(torch.autograd.Function):
+    """Autograd cannot differentiate its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class SineByNumpy(Sine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy(g.detach().numpy() * ctx.saved_tensors[0].detach().cos().numpy())
+
+
+class SineWithDetachedGradient(Sine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.detach() * ctx.saved_tensors[0].cos()
+
+
+UNDIFFERENTIATED = [Sine, SineByNumpy, SineWithDetachedGradient]
+
+
+def jacobian(outputs: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """Row by row."""
+    rows = [torch.autograd.grad(entry, parameters, retain_graph=True) for entry in outputs.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+@pytest.mark.parametrize("function", UNDIFFERENTIATED)
+@pytest.mark.parametrize("name", ["plain", "with a group norm", "samples meet", "in sequences"])
+def test_products_through_functions_that_cannot_be_differentiated_twice(function: Any, name: str) -> None:
+    norm = nn.GroupNorm(1, 5) if name == "with a group norm" else nn.Identity()
+    centre = (lambda h: h - 0.5 * h.mean(0)) if name == "samples meet" else lambda h: h
+    model = Raw(
+        lambda m, x: m.b(centre(function.apply(m.norm(m.a(x))))), a=nn.Linear(4, 5), norm=norm, b=nn.Linear(5, 3)
+    )
+    x, y, loss = torch.randn(6, 4), torch.randint(3, (6,)), ENTROPY
+    if name == "in sequences":
+        model, y = (
+            Raw(lambda m, x: m.b(function.apply(m.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3)),
+            torch.rand(6, 2, 3),
+        )
+        x, loss = torch.randn(6, 2, 4), nn.BCEWithLogitsLoss()
+    parameters = list(model.parameters())
+    J, output = jacobian(model(x), parameters), model(x).detach()
+    H = torch.autograd.functional.hessian(lambda f: loss(f.view_as(output), y), output.flatten())
+    G = curvature.gauss_newton(model, loss, (x, y))
+    V = torch.randn(J.shape[1], 3)
+    for _ in range(2):
+        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
+        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    with curvature.kept(G):
+        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
+        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    directions = [G.space.split(v) for v in V.T]
+    found = curvature.output_changes([model(x)], dict(model.named_parameters()), directions)
+    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
+    few = [{"b.weight": G.space.split(V[:, 0])["b.weight"]}]
+    ((change,),) = curvature.output_changes([model(x)], dict(model.named_parameters()), few)
+    alone = torch.cat([d.flatten() if n in few[0] else 0 * d.flatten() for n, d in directions[0].items()])
+    torch.testing.assert_close(change.flatten(), J @ alone)
+
+
+def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refused() -> None:
+    """Of a first layer alone it would be zero, and symmetric."""
+    model = Raw(lambda m, x: Sine.apply(m.a(x)), a=nn.Linear(4, 3))
+    H = curvature.hessian(model, ENTROPY, (torch.randn(5, 4), torch.randint(3, (5,))))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"autograd.Function \(Sine\)"):
+            H @ torch.ones(15)
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
+    in_loss: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer goes by slopes alone, and says so, rather than by a curvature without some of its parts."""
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Sine.apply(x)
+
+    activation, of_loss = (nn.Tanh(), Sine.apply) if in_loss else (Own(), lambda o: o)
+    model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
+    opt, x, y = optimizers.KFAC(model, adaptive=True), torch.randn(16, 4), torch.randint(3, (16,))
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(of_loss(model(x)), y)
+        loss.backward()
+        return loss
+
+    first = float(closure().detach())
+    warn_once.cache_clear()
+    for _ in range(3):
+        opt.step(closure)
+    assert float(closure().detach()) < first
+    assert "cannot differentiate the backward pass of Sine" in caplog.text
+
+
+class Logged(nn.Module):
+    """Keeps its parts, as for a log; `history` and `seen` are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history, self.seen = [torch.zeros(3)], torch.zeros(())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(o, y)
+        self.last = loss.detach()
+        self.history.append(o.detach())
+        self.seen += 1
+        self.calls += 1
+        return loss
+
+
+class Centred(nn.Module):
+    """With the moving mean of all outputs, in place or not: at each call from where it is."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(2 * (o - self.centre.clone()), y)
+        if self.in_place:
+            self.centre.mul_(0.9).add_(0.1 * o.detach().mean(0))
+        else:
+            self.centre = 0.9 * self.centre + 0.1 * o.detach().mean(0)
+        return loss
+
+
+def state_of(loss: nn.Module) -> dict[str, Any]:
+    return {k: copy.deepcopy(v) for k, v in vars(loss).items() if k[0] != "_"} | copy.deepcopy(dict(loss._buffers))
+
+
+CALLS = {
+    "per_sample_gradients": curvature.per_sample_gradients,
+    "per_sample_norms": curvature.per_sample_norms,
+    "check_gradients": curvature.check_gradients,
+    "gauss_newton": lambda *a: curvature.gauss_newton(*a) @ torch.ones(15),
+    "hessian": lambda *a: curvature.hessian(*a) @ torch.ones(15),
+    "kfac": curvature.kfac,
+    "empirical_fisher": lambda *a: curvature.empirical_fisher(*a).to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("make", [Logged, lambda: Centred(True), lambda: Centred(False)])
+def test_losses_that_keep_something(make: Any, name: str) -> None:
+    """They are left as they were, objects and values, and every sample is alone with what they kept before."""
+    model, loss, x, y = nn.Linear(4, 3), make(), torch.randn(5, 4), torch.randint(3, (5,))
+    loss(model(x), y)
+    before = vars(loss) | loss._buffers
+    values = state_of(loss)
+    for _ in range(2):
+        found = CALLS[name](model, loss, x, y)
+        now = vars(loss) | loss._buffers
+        assert now.keys() == before.keys() and all(now[k] is before[k] for k in now)
+        torch.testing.assert_close(state_of(loss), values, rtol=0, atol=0)
+        if name == "per_sample_gradients":
+            for n in range(5):
+                (expected,) = torch.autograd.grad(copy.deepcopy(loss)(model(x[n : n + 1]), y[n : n + 1]), model.weight)
+                torch.testing.assert_close(found["weight"][n], expected)
+    loss(model(x), y).backward()
+
+
+def test_a_loss_that_keeps_something_is_copied_with_its_operator() -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    G = curvature.gauss_newton(model, Centred(True), (x, y))
+    v = torch.ones(15)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(G)) @ v, G @ v)
+    torch.testing.assert_close(copy.deepcopy(G) @ v, G @ v)
+
+
+def test_models_that_keep_their_features() -> None:
+    """Also where samples run under torch.func, whose tensors nobody can use afterwards."""
+
+    class Own(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return x @ w
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return g @ w.T, x.T @ g
+
+    class Keeps(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.w, self.function = nn.Parameter(torch.randn(4, 3)), function
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.function(x, self.w)
+            return self.hidden
+
+    for function in (Own.apply, torch.matmul):
+        model, x, y = Keeps(function), torch.randn(5, 4), torch.randint(3, (5,))
+        curvature.per_sample_gradients(model, ENTROPY, x, y)
+        assert not hasattr(model, "hidden")
+        model(x)
+        hidden = model.hidden
+        curvature.per_sample_gradients(model, ENTROPY, x, y)
+        curvature.gauss_newton(model, ENTROPY, (x, y)) @ torch.ones(12)
+        assert model.hidden is hidden
+
+
+def test_products_where_torch_has_no_second_derivative() -> None:
+    model = Raw(lambda m, x: m.h((-torch.cdist(x, m.c)).exp()), c=nn.Parameter(torch.randn(4, 4)), h=nn.Linear(4, 3))
+    x, y, parameters = torch.randn(5, 4), torch.randint(3, (5,)), list(model.parameters())
+    J, V = jacobian(model(x), parameters), torch.randn(31, 2)
+    H = torch.autograd.functional.hessian(lambda f: ENTROPY(f.view(5, 3), y), model(x).detach().flatten())
+    G = curvature.gauss_newton(model, ENTROPY, (x, y))
+    for _ in range(2):
+        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
+        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    found = curvature.output_changes([model(x)], dict(model.named_parameters()), [G.space.split(v) for v in V.T])
+    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
+    model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
+    found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
+    rows = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
+    torch.testing.assert_close(found, torch.stack(rows).reshape(2, 5, 3, 3, 4))
