@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from curvature.gradients.batch import Batch
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, RandomState, Tape, map_tensors, tensors_in
+from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
 STEP = 0.05  # by how much parameters move, beside their own size
@@ -85,7 +84,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 def _found(batch: Batch, start: ModelState | None) -> str:
     for is_scattered in [False] if batch.is_uneven else [True, False]:
         try:
-            with _moved(batch.model):
+            with moved(_noise(batch.model)):
                 return _compared(batch, start or ModelState(batch.model), _parts(batch.count, is_scattered))
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
@@ -197,20 +196,16 @@ def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
     return False
 
 
-@contextmanager
-def _moved(model: nn.Module) -> Iterator[None]:
-    """Parameters other than they are; what they were comes back bit by bit, and autograd does not see it."""
+def _noise(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """By how much to move each parameter."""
     generator = torch.Generator().manual_seed(0)
-    kept = [(p, p.detach().clone()) for p in model.parameters() if p.is_floating_point()]
-    try:
-        for p, value in kept:
-            noise = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype)
-            size = value.square().mean().sqrt() if p.numel() else 0.0
-            p.data.add_(noise * (size + 0.1) * STEP)
-        yield
-    finally:
-        for p, value in kept:
-            p.data.copy_(value)
+    moves = []
+    for p in model.parameters():
+        if p.is_floating_point():
+            drawn = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype)
+            size = p.detach().square().mean().sqrt() if p.numel() else 0.0
+            moves.append((p, drawn * (size + 0.1) * STEP))
+    return moves
 
 
 def _outputs_of_modules(batch: Batch, kept: Tensor, run: Callable[[Batch], Any]) -> list[tuple[str, list[Tensor]]]:

@@ -31,8 +31,10 @@ from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import LayerRules, random_directions
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import in_turn, own_functions, tensors_in
+from curvature.recording import ModelState, in_turn, moved, own_functions, tensors_in
 
+DIFFERENCE = 1e-2  # by how much parameters move for differences of gradients, relative to their norm
+ROUGHLY = 0.02
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
@@ -328,13 +330,54 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
     """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
     value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
     changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    names = ", ".join(own_functions(value))
     if not are_adjoint(value, run.batch.parameters, along, changes):
         raise RuntimeError(
             "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
-            f"autograd.Function ({', '.join(own_functions(value))}): let its backward call torch functions of the "
-            "gradient that it gets, without detach, NumPy or once_differentiable; gauss_newton() is exact without that"
+            f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
+            "detach, NumPy or once_differentiable; gauss_newton() is exact without that"
+        )
+    if names and run.tape.start is not None and _differs_from_differences(run.batch, run.tape.start, along[0]):
+        raise RuntimeError(
+            "torch loses a part of the Hessian, because the backward pass of an autograd.Function hides from it how "
+            f"it depends on the input ({names}): let backward compute everything from ctx.saved_tensors, and nothing "
+            "from what forward has computed and put into ctx; gauss_newton() is exact without that"
         )
     return through_gradient(run, is_single)
+
+
+@full_precision()
+def _differs_from_differences(batch: Batch, start: ModelState, direction: Mapping[str, Tensor]) -> bool:
+    """Whether the Hessian along a direction is none, beside differences of gradients.
+
+    These decide only if gradients are those of the loss (not of a straight-through estimator), and if two lengths give
+    the same: with kinks, or too many digits lost, they do not.
+    """
+    parameters, leaves = batch.parameters, list(batch.parameters.values())
+    options: Any = {"materialize_grads": True}
+    joined = lambda tensors: torch.cat([widen(t.detach()).flatten() for t in tensors])
+    d, size = joined(direction.values()), joined(leaves).norm().clamp(min=1.0)
+
+    def near(step: float) -> tuple[Tensor, Tensor]:
+        with moved([(p, step * direction[name]) for name, p in parameters.items()]), start.again():
+            value = batch.loss_of(batch.output())
+            return value.detach(), joined(torch.autograd.grad(value, leaves, **options))
+
+    def slopes(length: float) -> tuple[Tensor, Tensor]:
+        """Of the loss, and of its gradient."""
+        step = length * float(size / d.norm())
+        (up, after), (down, before) = near(step), near(-step)
+        return (up - down) / (2 * step), (after - before) / (2 * step)
+
+    with start.again():
+        gradients = torch.autograd.grad(batch.loss_of(batch.output()), leaves, create_graph=True, **options)
+    along = torch.stack([(g * v).sum() for g, v in zip(gradients, direction.values(), strict=True)]).sum()
+    found = torch.autograd.grad(along, leaves, **options)
+    (_, wide), (slope, narrow) = slopes(2 * DIFFERENCE), slopes(DIFFERENCE)
+    if (slope - along).abs() > ROUGHLY * along.abs():
+        return False
+    off = (narrow - joined(found)).norm()
+    return bool(off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off)
 
 
 def coarsest(model: nn.Module) -> float:

@@ -32,6 +32,7 @@ from curvature.recording.model_call import (
     is_within,
     logits,
     map_tensors,
+    moved,
     preserve_state,
     trained_parameters,
     warn_once,
@@ -42,6 +43,6 @@ __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
     "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_functions",
     "graph_leaves", "graph_nodes", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors",
-    "own_functions", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
+    "moved", "own_functions", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
     "tape_from_graph", "tensors_in", "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -340,6 +340,19 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
+@contextmanager
+def moved(moves: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Parameters moved by these; what they were comes back bit by bit, and autograd does not see it."""
+    kept = [(p, p.detach().clone(), move) for p, move in moves]
+    try:
+        for p, _, move in kept:
+            p.data.add_(move)
+        yield
+    finally:
+        for p, before, _ in kept:
+            p.data.copy_(before)
+
+
 class FunctionModel(nn.Module):
     """A function of parameters by name, ``function(parameters, *inputs)``, as a module with these parameters.
 

@@ -107,6 +107,82 @@ def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refu
             H @ torch.ones(15)
 
 
+class SineOfContext(torch.autograd.Function):
+    """What forward keeps in ctx has no graph: the second derivative is lost, and the Hessian stays symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.cos = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.cos
+
+
+class Kinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.is_positive = x > 0
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.is_positive
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+
+def own_network(function: Any, width: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(1)
+    layers = {"a": nn.Linear(4, width), "n": nn.LayerNorm(width), "b": nn.Linear(width, 3)}
+    model = Raw(lambda m, x: m.b(function.apply(m.n(m.a(x)))), **layers).to(dtype)
+    return model, torch.randn(40, 4, dtype=dtype), torch.randint(3, (40,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 100])
+def test_a_hessian_without_the_second_derivative_of_a_function_is_refused(width: int, dtype: torch.dtype) -> None:
+    model, x, y = own_network(SineOfContext, width, dtype)
+    before = copy.deepcopy(model.state_dict())
+    H = curvature.hessian(model, ENTROPY, (x, y))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"autograd.Function .*\(SineOfContext\).*ctx.saved_tensors"):
+            H @ torch.ones(H.space.size, dtype=dtype)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 100])
+@pytest.mark.parametrize("function", [Kinked, StraightThrough, Cubed])
+def test_hessians_through_functions_of_the_users(function: Any, width: int, dtype: torch.dtype) -> None:
+    model, x, y = own_network(function, width, dtype)
+    H = curvature.hessian(model, ENTROPY, (x, y))
+    v = torch.ones(H.space.size, dtype=dtype)
+    gradients = torch.autograd.grad(ENTROPY(model(x), y), list(model.parameters()), create_graph=True)
+    product = torch.autograd.grad(sum(g.sum() for g in gradients), list(model.parameters()))
+    torch.testing.assert_close(H @ v, torch.cat([p.flatten() for p in product]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("in_loss", [False, True])
 def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
     in_loss: bool, caplog: pytest.LogCaptureFixture
