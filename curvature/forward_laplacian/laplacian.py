@@ -15,8 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
-from curvature.linalg import full_precision, noise_floor, rounding_tolerance
-from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled, warn_once
+from curvature.linalg import contradicts_differences, full_precision, noise_floor, rounding_tolerance
+from curvature.recording import (
+    ModelState,
+    graph_leaves,
+    logits,
+    own_functions,
+    preserve_state,
+    unwrap_compiled,
+    warn_once,
+)
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
@@ -47,6 +55,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
+        RuntimeError: an ``autograd.Function`` of the model hides its second derivative from torch, as the first call at
+            a shape finds by differences of gradients.
     """
     if isinstance(x, Tensor) and x.ndim and not len(x):
         u, grad, second = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
@@ -65,15 +75,18 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             except MixesSamples:
                 raise
             except Exception as error:  # if the model itself is wrong, the plain pass raises its own error
-                with preserve_state(module):
+                with preserve_state(module) as state:
                     result = _by_autograd(model, given, form)
-                if not isinstance(error, Recorded):  # that is not the model's fault
+                    if not isinstance(error, Recorded):  # that is not the model's fault, and sees all passes
+                        _require_second_derivatives(model, module, given, state)
+                if not isinstance(error, Recorded):
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
                     warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
             _compare(model, module, given, result[0])
+            _seen(model).add(_key(module, x))
     return result if record else (result[0].detach(), result[1].detach(), result[2].detach())
 
 
@@ -155,12 +168,49 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
 
 def _is_new(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> bool:
     """Whether this is the first call at a shape, and there are samples to compare."""
-    seen = COMPARED.setdefault(model, set())
-    key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
-    if key in seen or len(x) == 1:
-        return False
-    seen.add(key)
-    return True
+    return len(x) > 1 and _key(module, x) not in _seen(model)
+
+
+def _seen(model: Callable[[Tensor], Any]) -> set[Any]:
+    return COMPARED.setdefault(model, set())
+
+
+def _key(module: nn.Module, x: Tensor) -> Any:
+    return x.shape, x.dtype, tuple(m.training for m in module.modules())
+
+
+@full_precision()
+def _require_second_derivatives(
+    model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, state: ModelState
+) -> None:
+    """Raise RuntimeError where a function of the user's hides a second derivative from torch; once for each shape."""
+    key = "second derivatives", _key(module, x)
+    if key in _seen(model):
+        return
+    drawn = torch.Generator().manual_seed(0)
+    normal = lambda shape: torch.randn(shape, generator=drawn, device="cpu").to(x)
+    direction = normal(x.shape)
+
+    def outputs(step: float) -> tuple[Tensor, Tensor]:
+        y = (x.detach() + step * direction).requires_grad_()
+        with state.again():
+            return y, _output(logits(model(y)), x)
+
+    def near(step: float) -> tuple[Tensor, Tensor]:
+        y, u = outputs(step)
+        return (u * vector).sum().detach(), _gradient(u * vector, y).detach()
+
+    y, u = outputs(0.0)
+    names, vector = ", ".join(own_functions([u])), normal(u.shape)
+    slope = (_gradient(u * vector, y) * direction).sum()
+    step = 1e-2 * float(x.detach().norm().clamp(min=1.0) / direction.norm())
+    if names and contradicts_differences(near, slope.detach(), _gradient(slope, y).detach(), step):
+        raise RuntimeError(
+            f"laplacian: torch loses a part of the second derivatives of an autograd.Function ({names}): let its "
+            "backward call torch functions of the gradient that it gets and of ctx.saved_tensors, without detach, "
+            "NumPy, once_differentiable or what forward has put into ctx; or call its formula in place of it"
+        )
+    _seen(model).add(key)
 
 
 def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:

@@ -24,7 +24,7 @@ from curvature.gradients import (
     changes_by_backward_passes,
     number_of_batches,
 )
-from curvature.linalg import full_precision, matmul, widen
+from curvature.linalg import contradicts_differences, full_precision, matmul, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.jacobians import changes_by_rows
@@ -34,7 +34,6 @@ from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, moved, own_functions, tensors_in
 
 DIFFERENCE = 1e-2  # by how much parameters move for differences of gradients, relative to their norm
-ROUGHLY = 0.02
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
@@ -337,7 +336,7 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
             f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
             "detach, NumPy or once_differentiable; gauss_newton() is exact without that"
         )
-    if names and run.tape.start is not None and _differs_from_differences(run.batch, run.tape.start, along[0]):
+    if names and run.tape.start is not None and _contradicts_differences(run.batch, run.tape.start, along[0]):
         raise RuntimeError(
             "torch loses a part of the Hessian, because the backward pass of an autograd.Function hides from it how "
             f"it depends on the input ({names}): let backward compute everything from ctx.saved_tensors, and nothing "
@@ -347,37 +346,23 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
 
 
 @full_precision()
-def _differs_from_differences(batch: Batch, start: ModelState, direction: Mapping[str, Tensor]) -> bool:
-    """Whether the Hessian along a direction is none, beside differences of gradients.
-
-    These decide only if gradients are those of the loss (not of a straight-through estimator), and if two lengths give
-    the same: with kinks, or too many digits lost, they do not.
-    """
+def _contradicts_differences(batch: Batch, start: ModelState, direction: Mapping[str, Tensor]) -> bool:
+    """Whether the Hessian along a direction is not that of the loss, as far as gradients near by tell."""
     parameters, leaves = batch.parameters, list(batch.parameters.values())
-    options: Any = {"materialize_grads": True}
     joined = lambda tensors: torch.cat([widen(t.detach()).flatten() for t in tensors])
-    d, size = joined(direction.values()), joined(leaves).norm().clamp(min=1.0)
 
     def near(step: float) -> tuple[Tensor, Tensor]:
         with moved([(p, step * direction[name]) for name, p in parameters.items()]), start.again():
             value = batch.loss_of(batch.output())
-            return value.detach(), joined(torch.autograd.grad(value, leaves, **options))
-
-    def slopes(length: float) -> tuple[Tensor, Tensor]:
-        """Of the loss, and of its gradient."""
-        step = length * float(size / d.norm())
-        (up, after), (down, before) = near(step), near(-step)
-        return (up - down) / (2 * step), (after - before) / (2 * step)
+            return value.detach(), joined(torch.autograd.grad(value, leaves, materialize_grads=True))
 
     with start.again():
-        gradients = torch.autograd.grad(batch.loss_of(batch.output()), leaves, create_graph=True, **options)
-    along = torch.stack([(g * v).sum() for g, v in zip(gradients, direction.values(), strict=True)]).sum()
-    found = torch.autograd.grad(along, leaves, **options)
-    (_, wide), (slope, narrow) = slopes(2 * DIFFERENCE), slopes(DIFFERENCE)
-    if (slope - along).abs() > ROUGHLY * along.abs():
-        return False
-    off = (narrow - joined(found)).norm()
-    return bool(off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off)
+        value = batch.loss_of(batch.output())
+        gradients = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+    slope = torch.stack([(g * v).sum() for g, v in zip(gradients, direction.values(), strict=True)]).sum()
+    product = joined(torch.autograd.grad(slope, leaves, materialize_grads=True))
+    step = DIFFERENCE * float(joined(leaves).norm().clamp(min=1.0) / joined(direction.values()).norm())
+    return contradicts_differences(near, slope.detach(), product, step)
 
 
 def coarsest(model: nn.Module) -> float:

@@ -183,6 +183,36 @@ def test_hessians_through_functions_of_the_users(function: Any, width: int, dtyp
     torch.testing.assert_close(H @ v, torch.cat([p.flatten() for p in product]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [Sine, SineByNumpy, SineOfContext])
+def test_laplacians_without_the_second_derivative_of_a_function_are_refused(function: Any, dtype: torch.dtype) -> None:
+    model, x, _ = own_network(function, 5, dtype)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"laplacian: .*\({function.__name__}\)"):
+            curvature.laplacian(model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [Kinked, StraightThrough, Cubed])
+def test_laplacians_through_functions_of_the_users(function: Any, dtype: torch.dtype) -> None:
+    model, x, _ = own_network(function, 5, dtype)
+    hessians = [
+        torch.autograd.functional.hessian(lambda row, k=k: model(row[None])[0, k], row) for row in x for k in range(3)
+    ]
+    expected = torch.stack([h.trace() for h in hessians]).reshape(40, 3)
+    torch.testing.assert_close(curvature.laplacian(model, x)[2], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_that_meet_have_no_laplacian_at_the_second_call_either() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="depends on the other samples"):
+            curvature.laplacian(centred, torch.ones(4, 3).cumsum(0))
+
+
+def centred(x: Tensor) -> Tensor:
+    return (x - x.mean(0)).sin().sum(1)
+
+
 @pytest.mark.parametrize("in_loss", [False, True])
 def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
     in_loss: bool, caplog: pytest.LogCaptureFixture

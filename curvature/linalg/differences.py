@@ -1,0 +1,35 @@
+"""Second derivatives beside differences of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+ROUGHLY = 0.02
+
+
+def contradicts_differences(
+    near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, step: float
+) -> bool:
+    """Whether a Hessian's product with a direction is not the slope of the gradient.
+
+    Differences decide only if gradients are those of the function (not of a straight-through estimator), and if two
+    lengths give the same: with kinks, or too many digits lost, they do not.
+
+    Args:
+        near: from a multiple of the direction to the function and its gradient there.
+        slope: the gradient's inner product with the direction.
+        product: the Hessian's product with it, of the gradient's shape.
+        step: the shorter length, a multiple of the direction.
+    """
+
+    def slopes(length: float) -> tuple[Tensor, Tensor]:
+        (up, after), (down, before) = near(length), near(-length)
+        return (up - down) / (2 * length), (after - before) / (2 * length)
+
+    (_, wide), (found, narrow) = slopes(2 * step), slopes(step)
+    if (found - slope).abs() > ROUGHLY * slope.abs():
+        return False
+    off = (narrow - product).norm()
+    return bool(off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off)
