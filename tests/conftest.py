@@ -65,6 +65,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def double() -> Iterator[None]:
+    """New tensors are in double precision; random numbers are the same in every run."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def accelerator(device: str) -> str:
     """A device that is not the CPU."""
     if device == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -180,6 +181,16 @@ class Batch:
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""
         return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
+
+    def in_double(self) -> Batch:
+        """A copy in double precision, with a model of its own."""
+        double = lambda t: t.double() if t.is_floating_point() else t
+        model, loss = copy.deepcopy(self.model).double(), self.loss
+        if isinstance(loss, nn.Module):
+            loss = copy.deepcopy(loss).double()
+        named, (x, y) = dict(model.named_parameters()), (map_tensors(double, tree) for tree in (self.x, self.y))
+        parameters = {name: named[name] for name in self.parameters}
+        return replace(self, model=model, loss=loss, x=x, y=y, parameters=parameters)
 
     def along(self, vector: Tensor) -> Batch:
         """The batch with the loss ``<output, vector>``."""

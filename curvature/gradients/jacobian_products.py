@@ -132,7 +132,7 @@ def _by_rows(
     names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
     leaves = [parameters[k] for k in names]
     at_once = max(1, ROWS_ELEMENTS // max(1, sum(p.numel() for p in leaves)))
-    changes: list[list[Tensor]] = [[torch.zeros_like(out) for out in outputs] for _ in directions]
+    changes = [[out.new_zeros(out.shape) for out in outputs] for _ in directions]  # in the order of their axes
     for k, out in enumerate(outputs):
         for some in torch.arange(out.numel(), device=out.device).split(at_once):
             vectors = out.new_zeros(len(some), out.numel()).scatter_(1, some[:, None], 1.0)

@@ -6,29 +6,31 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+STEP = 1e-6  # the shorter length, of the size of the point
 ROUGHLY = 0.02
 
 
 def contradicts_differences(
-    near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, step: float
+    near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, size: float
 ) -> bool:
     """Whether a Hessian's product with a direction is not the slope of the gradient.
 
     Differences decide only if gradients are those of the function (not of a straight-through estimator), and if two
-    lengths give the same: with kinks, or too many digits lost, they do not.
+    lengths give the same: with kinks, or too many digits lost, they do not. Lengths are short, because over a long way
+    the jumps of many kinks add up to a curvature of their own, so all is to be in double precision.
 
     Args:
         near: from a multiple of the direction to the function and its gradient there.
         slope: the gradient's inner product with the direction.
         product: the Hessian's product with it, of the gradient's shape.
-        step: the shorter length, a multiple of the direction.
+        size: of the point, in units of the direction.
     """
 
     def slopes(length: float) -> tuple[Tensor, Tensor]:
         (up, after), (down, before) = near(length), near(-length)
         return (up - down) / (2 * length), (after - before) / (2 * length)
 
-    (_, wide), (found, narrow) = slopes(2 * step), slopes(step)
+    (_, wide), (found, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
     if (found - slope).abs() > ROUGHLY * slope.abs():
         return False
     off = (narrow - product).norm()

@@ -16,16 +16,8 @@ import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
-
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Sine(torch.autograd.Function):
@@ -184,12 +176,32 @@ def test_hessians_through_functions_of_the_users(function: Any, width: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hessian_with_as_many_kinks_as_samples(dtype: torch.dtype) -> None:
+    """Over a longer way their jumps add up to a curvature of their own."""
+    model = nn.Sequential(nn.Linear(20, 1)).to(dtype)
+    x, y = torch.randn(200_000, 20, dtype=dtype), torch.randn(200_000, 1, dtype=dtype).sign()
+    H = curvature.hessian(model, lambda o, y: Kinked.apply(0.1 - y * o).mean(), (x, y))
+    assert not (H @ torch.ones(21, dtype=dtype)).any()
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (0, 1)])
+def test_changes_of_outputs_in_any_order_of_memory(axes: tuple[int, int]) -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    direction = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+    ((change,),) = curvature.output_changes(
+        [Sine.apply(layer(x)).permute(axes)], dict(layer.named_parameters()), [direction]
+    )
+    expected = layer(x).cos() * (x @ direction["weight"].T + direction["bias"])
+    torch.testing.assert_close(change, expected.permute(axes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [Sine, SineByNumpy, SineOfContext])
 def test_laplacians_without_the_second_derivative_of_a_function_are_refused(function: Any, dtype: torch.dtype) -> None:
     model, x, _ = own_network(function, 5, dtype)
-    for _ in range(2):
+    for call in (model, model, lambda x: (function.apply(x) * x).sum(1)):
         with pytest.raises(RuntimeError, match=rf"laplacian: .*\({function.__name__}\)"):
-            curvature.laplacian(model, x)
+            curvature.laplacian(call, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

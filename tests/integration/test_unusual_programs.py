@@ -18,16 +18,8 @@ import curvature
 from support.cases.case import Raw
 from support.oracles.brute_force import Matrices
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
-
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def test_samples_that_meet_in_the_loss_of_a_tuple_are_refused() -> None:
