@@ -47,7 +47,7 @@ class Point:
 
     def plain(self) -> list[float | None]:
         """For JSON, which has neither infinity nor nan."""
-        return [round(value, 7) if math.isfinite(value) else None for value in astuple(self)]
+        return [float(f"{value:.7g}") if math.isfinite(value) else None for value in astuple(self)]
 
 
 def met(first: Point, second: Point, target: float) -> tuple[float, float]:

@@ -170,7 +170,7 @@ def main(args: Sequence[str] | None = None) -> None:
             for entry in (ENTRIES[name] for name in GRIDS if name in options.optimizers):
                 save_tuned(options.tuned, family, entry, tuned(family, entry, options.scale * family.budget))
             continue
-        results[name] = race_all(options, family)
+        results[name] = FamilyResult.read(race_all(options, family).plain())  # shown as it is stored
         if options.json:
             save(options.json, {family: result.plain() for family, result in results.items()})
     if not options.tune:

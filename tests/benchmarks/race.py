@@ -152,7 +152,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 trials = tune(entry, entry.lrs, trial_of(problem, entry, options.cap_scale * problem.budget))
                 save_tuned(options.tuned, problem, entry, trials)
             continue
-        results[name] = race_all(options, problem)
+        results[name] = RaceResult.read(race_all(options, problem).plain())  # shown as it is stored
         if options.json:
             save(options.json, {name: result.plain() for name, result in results.items()})
     if not options.tune:
