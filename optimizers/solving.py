@@ -2,85 +2,94 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import by_device, stack
+from curvature.linalg import stack
+from curvature.operators import Named
 from curvature.preconditioners import Block, KroneckerBlock
-from optimizers.steps.layer_vector import Layer, LayerVector, Layout
+from optimizers.steps.layer_vector import Family, Layer, LayerVector, Layout
 
-Part = Callable[[LayerVector, LayerVector], None]  # solves for some layers of the first vector, into the second
+Piece = Callable[[LayerVector, Named], Tensor]  # solves for layers that follow each other, flat; by name what is known
 
 
 class VectorSolver:
     """``(M + damping)^-1`` for vectors of one layout; without curvature, over the mean eigenvalue of all."""
 
     def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
-        self.layout, names = layout, set(layout.names)
-        ready = [b for b in blocks if b.is_ready and names.issuperset(b.names)]
-        places = {layer: (k, row) for k, own in enumerate(layout.families) for row, layer in enumerate(own.layers)}
+        self.layout, layers = layout, set(layout.layers)
+        ready = [b for b in blocks if b.is_ready and set(layout.names).issuperset(b.names)]
         # where weight and bias have options of their own, they are not one layer of the vector
-        whole = [b for b in ready if isinstance(b, KroneckerBlock) and b.names in places]
-        self.parts = _kronecker_parts(whole, places)
-        apart = set(whole)
-        self.others = [b for b in ready if b not in apart]
-        seen = {name for b in ready for name in b.names}
-        self.left = [name for name in layout.names if name not in seen]
-        self.mean = mean_eigenvalue(ready if self.left else ())
+        whole = {b.names: b for b in ready if isinstance(b, KroneckerBlock) and b.names in layers}
+        self.others = [b for b in ready if b.names not in whole]
+        known = {name for b in self.others for name in b.names}
+        is_left = any(layer not in whole and not known.issuperset(layer) for layer in layers)
+        made = partial(_pieces, whole=whole, known=known, mean=mean_eigenvalue(ready if is_left else ()))
+        families = enumerate(layout.families)
+        self.pieces: list[list[Piece]] = [
+            [piece for k, family in itertools.islice(families, len(run)) for piece in made(k, family)]
+            for run in layout.runs
+        ]
 
     def __call__(self, vector: LayerVector) -> LayerVector:
-        found = LayerVector(self.layout, [torch.empty_like(x) for x in vector.vectors])
-        for part in self.parts:
-            part(vector, found)
-        solved = solved_by_name(self.others, vector) if self.others else {}
-        solved |= {name: vector[name] / self.mean.to(vector[name]) for name in self.left}
-        names = iter(solved)
-        for own in by_device(list(solved.values())):  # in one call
-            torch._foreach_copy_([found[next(names)] for _ in own], own)
-        return found
+        known = solved_by_name(self.others, vector) if self.others else {}
+        each = [[piece(vector, known) for piece in own] for own in self.pieces]
+        return LayerVector(self.layout, [own[0] if len(own) == 1 else torch.cat(own) for own in each])
 
 
-def _kronecker_parts(blocks: Sequence[Any], places: Mapping[Layer, tuple[int, int]]) -> list[Part]:
-    """One for each run of layers that follow each other in a vector and whose inverses are of one form."""
-    runs: list[list[Any]] = []
-    before: Any = None
-    for block in sorted(blocks, key=lambda b: places[b.names]):
-        (family, row), form = places[block.names], block.inverse.form
-        here = family, row, form, type(block), block.scheme
-        if form and before == (family, row - 1, *here[2:]):
-            runs[-1].append(block)
+def _pieces(number: int, family: Family, whole: Mapping[Layer, Any], known: set[str], mean: Tensor) -> Iterator[Piece]:
+    """For a family of layers: one for all that follow each other and whose inverses are of one form."""
+
+    def form(k: int) -> Any:
+        block = whole.get(family.layers[k])
+        return k if block is None or block.inverse.form is None else (block.inverse.form, type(block), block.scheme)
+
+    for _, alike in itertools.groupby(range(len(family.layers)), form):
+        first, *others = alike
+        at, layers = slice(first, first + 1 + len(others)), family.layers[first : first + 1 + len(others)]
+        if layers[0] in whole:
+            yield _kronecker_piece([whole[layer] for layer in layers], number, at, family)
+        elif known.issuperset(layers[0]):
+            yield partial(_named_piece, layers[0])
         else:
-            runs.append([block])
-        before = here
-    return [_kronecker_part(own, *places[own[0].names]) for own in runs]
+            yield partial(_scaled_piece, mean, number, at)
 
 
-def _kronecker_part(blocks: Sequence[Any], family: int, first: int) -> Part:
-    block, rows = blocks[0], slice(first, first + len(blocks))
+def _named_piece(layer: Layer, vector: LayerVector, known: Named) -> Tensor:
+    return torch.cat([known[name].to(vector[name]).reshape(-1) for name in layer])
+
+
+def _scaled_piece(mean: Tensor, number: int, at: slice, vector: LayerVector, known: Named) -> Tensor:
+    rows = vector.rows[number][at]
+    return (rows / mean.to(rows)).flatten()
+
+
+def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Family) -> Piece:
+    block = blocks[0]
     inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
     here, dtype = block.scheme.arrangement, block.scheme.dtype
-    shapes: Sequence[tuple[int, ...]] = here.shapes
-    join: Callable[[Sequence[Tensor]], Tensor] = here.to_matrices
-    split: Callable[[Tensor], Sequence[Tensor]] = here.from_matrices
-    if here.order is None:  # entries are in memory as in matrices (g, o, i), but for the bias
-        groups, outputs, inputs = here.sides
-        widths = (inputs,) if len(shapes) == 1 else (inputs - 1, 1)
-        shapes = [(groups, outputs, width) for width in widths]
-        join = operator.itemgetter(0) if len(shapes) == 1 else partial(torch.cat, dim=-1)
-        split = partial(torch.split_with_sizes, split_sizes=widths, dim=-1)
+    groups, outputs, inputs = here.sides
+    if here.order is None and family.rows == groups * outputs:  # layers are in memory as matrices
 
-    def solve(vector: LayerVector, found: LayerVector) -> None:
-        x = join(vector.stacked(family, rows, shapes)).to(dtype)
-        u = inverse(x.reshape(-1, *x.shape[-2:]), own=len(shapes) > 1).view_as(x)
-        for out, part in zip(found.stacked(family, rows, shapes), split(u), strict=True):
-            out.copy_(part)
+        def solve(vector: LayerVector, known: Named) -> Tensor:
+            rows = vector.rows[number]
+            x = (rows if len(blocks) == len(rows) else rows[at]).view(-1, outputs, inputs)
+            return inverse(x if x.dtype == dtype else x.to(dtype)).view(-1).to(rows.dtype)
 
-    return solve
+        return solve
+
+    def rearranged(vector: LayerVector, known: Named) -> Tensor:
+        x = here.to_matrices(vector.stacked(number, at, here.shapes)).to(dtype)
+        u = inverse(x.reshape(-1, outputs, inputs), own=len(here.shapes) > 1).view_as(x)
+        parts = [part.flatten(1) for part in here.from_matrices(u)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten().to(vector.rows[number].dtype)
+
+    return rearranged
 
 
 def solved_by_name(blocks: Sequence[Block], right: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class Momentum:
 
     def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
         layout, states = g.layout, context.states
-        before = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
+        mean = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
         horizon = min(HORIZON + GROWTH * context.preconditioner.monitor.steps, LONGEST_HORIZON)
         horizon = max(recall * horizon, 1.0)
@@ -51,17 +51,18 @@ class Momentum:
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
-        times = [clip.to(x)[None] for x in g.vectors]
-        mean = right = before.mixed(g, [1 - share for share in shares], shares, times)
-        if None in momenta:
-            present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
-            both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
-            right = before.mixed(g, [1 - share for share in both], both, times)
+        # a share of the gradient itself, where the mean remembers more than a momentum says
+        present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
+        both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
+        times = [clip.to(x) for x in g.vectors]
+        right = mean.mixed(g, [1 - share for share in both], both, times)
         u = context.preconditioner.solve_vector(right, context.trained)
 
         def keep() -> None:
-            self.mean = mean
-            to_states(mean, "momentum_buffer", states, context.trained)
+            mean.mix_(g, [1 - share for share in shares], shares, times)
+            if mean is not self.mean:
+                self.mean = mean
+                to_states(mean, "momentum_buffer", states, context.trained)
             for names, weight in zip(layout.names_by_run, weights, strict=True):
                 for name in names:
                     states[name]["weight"] = weight

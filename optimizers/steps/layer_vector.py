@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.linalg import by_device, widen
+from curvature.linalg import by_device
 from curvature.operators import Named
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import any_sharded, to_local, to_sharded
@@ -25,11 +25,27 @@ WIDE = {torch.float64: torch.float64}  # the precision to sum in, which is singl
 
 
 class Family(NamedTuple):
-    """Layers of one form."""
+    """Layers of one form, each a matrix of so many rows, in which its parameters are columns; in one, all of them."""
 
     layers: tuple[Layer, ...]
     shapes: Shapes  # of the local shards, where parameters are sharded
-    sizes: tuple[int, ...]
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """The number of entries of a layer."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Shape, strides and offset of each parameter in a layer."""
+        columns, found, offset = self.size // self.rows, [], 0
+        for shape in self.shapes:
+            width = math.prod(shape) // self.rows
+            dense = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+            found.append((shape, tuple(n if n < width else n // max(width, 1) * columns for n in dense), offset))
+            offset += width
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +85,31 @@ class Layout:
         return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
 
     @functools.cached_property
-    def tensors(self) -> list[tuple[list[int], list[tuple[int, ...]]]]:
-        """Of each run: sizes and shapes of its tensors."""
-        sizes = [[size for family in run for size in family.sizes * len(family.layers)] for run in self.runs]
-        shapes = [[shape for family in run for shape in family.shapes * len(family.layers)] for run in self.runs]
-        return list(zip(sizes, shapes, strict=True))
+    def places(self) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+        """Of each run: shape, strides and offset of its tensors."""
+        found = []
+        for run in self.runs:
+            starts = itertools.accumulate((family.size for family in run for _ in family.layers), initial=0)
+            each = (
+                (start, place)
+                for family in run
+                for _ in family.layers
+                for start in (next(starts),)
+                for place in family.places
+            )
+            found.append([(shape, strides, start + offset) for start, (shape, strides, offset) in each])
+        return found
+
+    @functools.cached_property
+    def sizes(self) -> list[list[int]]:
+        """Of each run: the sizes of its layers."""
+        return [[family.size for family in run for _ in family.layers] for run in self.runs]
 
     @functools.cached_property
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Of each run: the sizes of its families, and their numbers of layers."""
         counts = [[len(family.layers) for family in run] for run in self.runs]
-        sizes = [[len(family.layers) * sum(family.sizes) for family in run] for run in self.runs]
+        sizes = [[len(family.layers) * family.size for family in run] for run in self.runs]
         return list(zip(sizes, counts, strict=True))
 
 
@@ -92,16 +122,26 @@ class LayerVector(Mapping[str, Tensor]):
     @staticmethod
     def of(layout: Layout, tensors: Named) -> LayerVector:
         """Copies of tensors."""
-        each = [torch.cat([tensors[name].reshape(-1) for name in names]) for names in layout.names_by_run]
-        return LayerVector(layout, each)
+        sizes = map(sum, layout.sizes)
+        each = [tensors[names[0]].new_empty(size) for names, size in zip(layout.names_by_run, sizes, strict=True)]
+        found = LayerVector(layout, each)
+        for names in layout.names_by_run:
+            torch._foreach_copy_([found[name] for name in names], [tensors[name] for name in names])
+        return found
 
     @functools.cached_property
     def views(self) -> dict[str, Tensor]:
         names, found = iter(self.layout.names), {}
-        for vector, (sizes, shapes) in zip(self.vectors, self.layout.tensors, strict=True):
-            for x, shape in zip(vector.split_with_sizes(sizes), shapes, strict=True):
-                found[next(names)] = x.view(shape)
+        for vector, places in zip(self.vectors, self.layout.places, strict=True):
+            for shape, strides, offset in places:
+                found[next(names)] = vector.as_strided(shape, strides, offset)
         return found
+
+    @functools.cached_property
+    def layers(self) -> list[Tensor]:
+        """The entries (d,) of each layer, as they are in memory."""
+        both = zip(self.vectors, self.layout.sizes, strict=True)
+        return [x for vector, sizes in both for x in vector.split_with_sizes(sizes)]
 
     @functools.cached_property
     def rows(self) -> list[Tensor]:
@@ -129,9 +169,9 @@ class LayerVector(Mapping[str, Tensor]):
 
     def stacked(self, family: int, layers: slice, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
-        rows, sizes = self.rows[family][layers], self.layout.families[family].sizes
-        parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
-        return [x.view(rows.shape[0], *shape) for x, shape in zip(parts, shapes, strict=True)]
+        rows = self.rows[family][layers]
+        parts = rows.split_with_sizes(list(map(math.prod, shapes)), 1) if len(shapes) > 1 else [rows]
+        return [x.view(len(rows), *shape) for x, shape in zip(parts, shapes, strict=True)]
 
     def mixed(
         self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Sequence[Tensor]
@@ -143,6 +183,11 @@ class LayerVector(Mapping[str, Tensor]):
             found.append(torch.addr(x[:, None], y, factor, beta=a, alpha=b).squeeze(1))
         return LayerVector(self.layout, found)
 
+    def mix_(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Sequence[Tensor]) -> None:
+        """The same in place."""
+        for x, y, a, b, factor in zip(self.vectors, other.vectors, own, others, times, strict=True):
+            x[:, None].addr_(y, factor, beta=a, alpha=b)
+
     def dot(self, other: LayerVector) -> list[Tensor]:
         """The inner product of each run, a scalar where it is, in single precision at least."""
         return list(map(inner, self.vectors, other.vectors))
@@ -152,18 +197,16 @@ class LayerVector(Mapping[str, Tensor]):
         return [torch.linalg.vecdot(*_wide(x, y)) for x, y in zip(self.rows, other.rows, strict=True)]
 
     def layer_norms(self) -> list[Tensor]:
-        """The norms of layers, (n,) for each family."""
-        norm = torch.linalg.vector_norm
-        return [norm(x, dim=1, dtype=WIDE.get(x.dtype, torch.float32)) for x in self.rows]
+        """The norm of each layer."""
+        return [x for own in by_device(self.layers) for x in norms(own)]
 
     def multiply_layers_(self, factors: Sequence[float]) -> None:
         """Multiply each layer by a number; by zero it is zero, whatever it was."""
-        layers = [x for rows in self.rows for x in rows.unbind()]
-        for x, factor in zip(layers, factors, strict=True):
+        for x, factor in zip(self.layers, factors, strict=True):
             if not factor:
                 x.zero_()
         left = iter(factors)
-        for own in by_device(layers):
+        for own in by_device(self.layers):
             torch._foreach_mul_(own, [next(left) for _ in own])
 
 
@@ -195,29 +238,32 @@ def _is_view(known: Any, view: Tensor) -> bool:
     return known is view or (known is not None and is_sharded(known) and known.to_local().data_ptr() == view.data_ptr())
 
 
-def layout_of(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
+def layout_of(layers: Mapping[Layer, int], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
     """Tensors of one `kind`, precision and device are in one vector, layers of one form next to each other.
 
-    What is in none of the layers is one of its own.
+    The numbers are of the rows of each layer. What is in none of them is a layer of its own.
     """
     kinds: dict[Hashable, int] = {}  # numbered, for a layout that stays the same while all rates change
     number = kinds.setdefault
     forms = [(name, x.shape, (x.device, x.dtype, number(kind(name), len(kinds)))) for name, x in tensors.items()]
-    return _layout(tuple(layers), tuple(forms))
+    return _layout(tuple(layers.items()), tuple(forms))
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...]) -> Layout:
+def _layout(
+    layers: tuple[tuple[Layer, int], ...], forms: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...]
+) -> Layout:
     """The layout of tensors, given name, shape and kind of each; those of different kinds are apart."""
-    named = {form[0]: form for form in forms}
-    parts = [tuple(name for name in layer if name in named) for layer in layers]
+    named, rows = {form[0]: form for form in forms}, dict(layers)
+    parts = [tuple(name for name in layer if name in named) for layer, _ in layers]
     layer_of = {name: layer for layer in parts for name in layer}
-    found: dict[Any, dict[Shapes, list[Layer]]] = {}
+    found: dict[Any, dict[tuple[Shapes, int], list[Layer]]] = {}
     for layer in dict.fromkeys(layer_of.get(name, (name,)) for name in named):
         for own, alike in itertools.groupby((named[name] for name in layer), operator.itemgetter(2)):
             names, shapes, _ = zip(*alike, strict=True)
-            found.setdefault(own, {}).setdefault(shapes, []).append(names)
-    family = lambda shapes, layers: Family(tuple(layers), shapes, tuple(map(math.prod, shapes)))
+            # parts of a layer are none of its matrix
+            found.setdefault(own, {}).setdefault((shapes, rows.get(names, 1)), []).append(names)
+    family = lambda form, layers: Family(tuple(layers), *form)
     runs = {own: tuple(itertools.starmap(family, of.items())) for own, of in found.items()}
     devices = list(dict.fromkeys(device for device, _, _ in runs))
     home = devices[0] if devices else torch.device("cpu")
@@ -226,13 +272,17 @@ def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], 
 
 
 def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
-    """Numbers (n,) or () one after the other, on one device and in its widest precision."""
-    return widen(torch.hstack([x if x.device == home else x.to(home) for x in numbers]))
+    """Numbers (n,) or () one after the other, on one device."""
+    return torch.hstack([x if x.device == home else x.to(home) for x in numbers])
+
+
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor, in single precision at least."""
+    return torch._foreach_norm(tensors, 2, at_least_single(tensors))
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:
-    """The product of tensors of one shape, in single precision at least, in parts: BLAS counts to 2^31 entries."""
-    one, other = one.flatten(), other.flatten()
+    """The product of vectors, in single precision at least, in parts: BLAS counts to 2^31 entries."""
     if one.numel() <= MOST_ENTRIES:
         return torch.dot(*_wide(one, other))
     parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvature.linalg import by_device, widen
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
 from optimizers.steps.directions import Direction, Momentum, Spring
-from optimizers.steps.layer_vector import Layer, LayerVector, Layout, at_least_single, joined, of_states, to_states
+from optimizers.steps.layer_vector import Layer, LayerVector, Layout, at_least_single, joined, norms, of_states, to_states
 from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule, layout_of_step
 from optimizers.steps.updates import kept_by_decay
 
@@ -316,13 +316,14 @@ class TrustRegionStep(StepRule):
 def _clip(
     context: StepContext, g: LayerVector, squares: list[Tensor], state: TrustState | None, c: TrustRegionConstants
 ) -> Tensor:
-    """What the gradient is multiplied by: one batch far out of scale must not dominate the running mean."""
+    """What the gradient is multiplied by (1,): one batch far out of scale must not dominate the running mean."""
     home, trained = g.layout.home, context.trained
     if state is None or not state.norm:
-        return torch.ones((), device=home)
-    square = widen(squares[0])
+        return torch.ones(1, device=home)
+    square = squares[0][None]
     if any_sharded(trained.values()) or len(squares) > 1:
-        square = sum_over_shards(joined(squares, home), [trained[first] for first, *_ in g.layout.first_layers]).sum()
+        firsts = [trained[first] for first, *_ in g.layout.first_layers]
+        square = sum_over_shards(widen(joined(squares, home)), firsts).sum(0, keepdim=True)
     return square.rsqrt().mul_(c.longest_gradient * state.norm).clamp_(max=1.0)
 
 
@@ -334,11 +335,12 @@ def _read(context: StepContext, g: LayerVector, squares: list[Tensor], last: Lay
     energies = found.u.layer_dots(found.right)
     slopes = [] if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
     local = list(map(to_local, parameters)) if is_spread else parameters
-    norms = torch._foreach_norm(local, 2, at_least_single(local))
-    numbers = joined([*squares, *g.dot(last), *energies, *slopes, *found.u.layer_norms(), *norms], home)
+    lengths, sizes = found.u.layer_norms(), [x for own in by_device(local) for x in norms(own)]
+    numbers = joined([*squares, *g.dot(last), *energies, *slopes, *lengths, *sizes], home)
     if is_spread:
         first = [trained[first] for first, *_ in layout.first_layers], [trained[first] for first, *_ in layout.layers]
         count = 2 * runs + layers * (2 if slopes else 1)
+        numbers = widen(numbers)
         sums = torch.cat([numbers[:count], numbers[count:].square()])
         numbers = sum_over_shards(sums, [*2 * first[0], *(3 if slopes else 2) * first[1], *parameters])
         numbers[count:].sqrt_()
