@@ -34,13 +34,13 @@ class Momentum:
 
     Where no momentum is given, the mean remembers more and more steps (`recall` times as many), and a share of the
     present gradient is mixed in (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late
-    (docs/lab_book.md). The gradient is ``clip * g``; nothing changes but the memory of `g`, until ``Direction.keep``.
+    (docs/lab_book.md). Nothing changes until ``Direction.keep``.
     """
 
     def __init__(self) -> None:
         self.mean: LayerVector | None = None  # as of the last step that was taken
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
         layout, states = g.layout, context.states
         mean = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
@@ -51,15 +51,12 @@ class Momentum:
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
-        # a share of the gradient itself, where the mean remembers more than a momentum says
         present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
-        both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
-        times = [clip.to(x) for x in g.vectors]
-        right = mean.mixed(g, [1 - share for share in both], both, times)
+        right = mean.mixed(g, [share + here - share * here for share, here in zip(shares, present, strict=True)])
         u = context.preconditioner.solve_vector(right, context.trained)
 
         def keep() -> None:
-            mean.mix_(g, [1 - share for share in shares], shares, times)
+            mean.mix_(g, shares)
             if mean is not self.mean:
                 self.mean = mean
                 to_states(mean, "momentum_buffer", states, context.trained)
@@ -83,10 +80,9 @@ class Spring:
     def __init__(self) -> None:
         self.last: LayerVector | None = None
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
-        layout, dampings = g.layout, _dampings(context, g.layout)
+    def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
+        layout, dampings, right = g.layout, _dampings(context, g.layout), g
         momenta = [context.options[first]["momentum"] or 0.0 for first, *_ in layout.layers]
-        right = g = LayerVector(layout, [x.mul_(clip.to(x.device)) for x in g.vectors])
         if any(momenta):
             last = of_states(layout, "direction", context.states, context.trained, self.last)
             right = LayerVector(layout, [x.clone() for x in last.vectors])

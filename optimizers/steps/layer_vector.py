@@ -173,20 +173,15 @@ class LayerVector(Mapping[str, Tensor]):
         parts = rows.split_with_sizes(list(map(math.prod, shapes)), 1) if len(shapes) > 1 else [rows]
         return [x.view(len(rows), *shape) for x, shape in zip(parts, shapes, strict=True)]
 
-    def mixed(
-        self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Sequence[Tensor]
-    ) -> LayerVector:
-        """``own * self + others * times * other``, with numbers for each run, and `times` (1,) where it is."""
-        found = []
-        for x, y, a, b, factor in zip(self.vectors, other.vectors, own, others, times, strict=True):
-            # one pass over memory: an outer product with a vector of one entry takes a factor that is on the device
-            found.append(torch.addr(x[:, None], y, factor, beta=a, alpha=b).squeeze(1))
-        return LayerVector(self.layout, found)
+    def mixed(self, other: LayerVector, shares: Sequence[float]) -> LayerVector:
+        """``self + share (other - self)``, with a share for each run."""
+        each = zip(self.vectors, other.vectors, shares, strict=True)
+        return LayerVector(self.layout, [torch.lerp(x, y, share) for x, y, share in each])
 
-    def mix_(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Sequence[Tensor]) -> None:
+    def mix_(self, other: LayerVector, shares: Sequence[float]) -> None:
         """The same in place."""
-        for x, y, a, b, factor in zip(self.vectors, other.vectors, own, others, times, strict=True):
-            x[:, None].addr_(y, factor, beta=a, alpha=b)
+        for x, y, share in zip(self.vectors, other.vectors, shares, strict=True):
+            x.lerp_(y, share)
 
     def dot(self, other: LayerVector) -> list[Tensor]:
         """The inner product of each run, a scalar where it is, in single precision at least."""
@@ -196,9 +191,9 @@ class LayerVector(Mapping[str, Tensor]):
         """The inner products of layers, (n,) for each family."""
         return [torch.linalg.vecdot(*_wide(x, y)) for x, y in zip(self.rows, other.rows, strict=True)]
 
-    def layer_norms(self) -> list[Tensor]:
-        """The norm of each layer."""
-        return [x for own in by_device(self.layers) for x in norms(own)]
+    def multiply_(self, factor: float) -> None:
+        for x in self.vectors:
+            x.mul_(factor)
 
     def multiply_layers_(self, factors: Sequence[float]) -> None:
         """Multiply each layer by a number; by zero it is zero, whatever it was."""
@@ -276,9 +271,10 @@ def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
     return torch.hstack([x if x.device == home else x.to(home) for x in numbers])
 
 
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor, in single precision at least."""
-    return torch._foreach_norm(tensors, 2, at_least_single(tensors))
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, in single precision at least, in one call for each device."""
+    dtype = at_least_single(tensors)
+    return [x for own in by_device(tensors) for x in torch._foreach_norm(own, 2, dtype)]
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

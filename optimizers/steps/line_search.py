@@ -98,7 +98,7 @@ class LineSearchStep(StepRule):
         with monitor.timed("solve"):
             context.preconditioner.recorder.scaling.unscale(gradients)
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
-            direction = self.direction(context, g, torch.ones((), device=g.layout.home), recall=1.0)
+            direction = self.direction(context, g, recall=1.0)
             direction.keep()
             directions = direction.u
         own = {name: context.trained[name] for name in directions}

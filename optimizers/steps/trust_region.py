@@ -23,7 +23,16 @@ from torch import Tensor
 from curvature.linalg import by_device, widen
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
 from optimizers.steps.directions import Direction, Momentum, Spring
-from optimizers.steps.layer_vector import Layer, LayerVector, Layout, at_least_single, joined, norms, of_states, to_states
+from optimizers.steps.layer_vector import (
+    Layer,
+    LayerVector,
+    Layout,
+    at_least_single,
+    joined,
+    norms,
+    of_states,
+    to_states,
+)
 from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule, layout_of_step
 from optimizers.steps.updates import kept_by_decay
 
@@ -119,8 +128,7 @@ class LayerEnergies:
     predicted: float = 0.0
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What the host learns of a step, by one read."""
 
     norm: float  # of the gradient; not finite if an entry is not
@@ -167,15 +175,19 @@ class TrustRegionStep(StepRule):
         # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
         with parts.monitor.timed("direction"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
-            last, squares = self._last(context, g.layout), g.dot(g)
-            clip, recall = _clip(context, g, squares, self.state, c), self.state.recall if self.state else 1.0
-            found = self.direction(context, g, clip, recall)
-            facts = _read(context, g, squares, last, found)
+            last, state, ratio = self._last(context, g.layout), self.state, 0.0
+            recall = state.recall if state else 1.0
+            found = self.direction(context, g, recall)
+            facts = _read(context, g, last, found)
+            if state and c.longest_gradient * state.norm < facts.norm < math.inf:
+                # one batch far out of scale must not dominate the mean
+                g.multiply_(c.longest_gradient * state.norm / facts.norm)
+                found = self.direction(context, g, recall)
+                facts = _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
 
         # 3. the last step, seen from its end; one that went far too far is undone
-        state, ratio = self.state, 0.0
         if state is not None:
             ratio = slope_ratio(facts.along_last, state.slope)
             if is_overshoot(state, ratio, facts.norm, c):
@@ -313,21 +325,7 @@ class TrustRegionStep(StepRule):
 # -- one read
 
 
-def _clip(
-    context: StepContext, g: LayerVector, squares: list[Tensor], state: TrustState | None, c: TrustRegionConstants
-) -> Tensor:
-    """What the gradient is multiplied by (1,): one batch far out of scale must not dominate the running mean."""
-    home, trained = g.layout.home, context.trained
-    if state is None or not state.norm:
-        return torch.ones(1, device=home)
-    square = squares[0][None]
-    if any_sharded(trained.values()) or len(squares) > 1:
-        firsts = [trained[first] for first, *_ in g.layout.first_layers]
-        square = sum_over_shards(widen(joined(squares, home)), firsts).sum(0, keepdim=True)
-    return square.rsqrt().mul_(c.longest_gradient * state.norm).clamp_(max=1.0)
-
-
-def _read(context: StepContext, g: LayerVector, squares: list[Tensor], last: LayerVector, found: Direction) -> Facts:
+def _read(context: StepContext, g: LayerVector, last: LayerVector, found: Direction) -> Facts:
     """Ask for all numbers at once; all processes go by those of the first."""
     layout, trained, home = g.layout, context.trained, g.layout.home
     parameters, is_spread = [trained[name] for name in layout.names], any_sharded(trained.values())
@@ -335,24 +333,24 @@ def _read(context: StepContext, g: LayerVector, squares: list[Tensor], last: Lay
     energies = found.u.layer_dots(found.right)
     slopes = [] if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
     local = list(map(to_local, parameters)) if is_spread else parameters
-    lengths, sizes = found.u.layer_norms(), [x for own in by_device(local) for x in norms(own)]
-    numbers = joined([*squares, *g.dot(last), *energies, *slopes, *lengths, *sizes], home)
+    numbers = joined([*g.dot(last), *energies, *slopes, *norms([*g.vectors, *found.u.layers, *local])], home)
     if is_spread:
-        first = [trained[first] for first, *_ in layout.first_layers], [trained[first] for first, *_ in layout.layers]
-        count = 2 * runs + layers * (2 if slopes else 1)
-        numbers = widen(numbers)
+        of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.first_layers, layout.layers))
+        count, numbers = runs + layers * (2 if slopes else 1), widen(numbers)
         sums = torch.cat([numbers[:count], numbers[count:].square()])
-        numbers = sum_over_shards(sums, [*2 * first[0], *(3 if slopes else 2) * first[1], *parameters])
+        owners = [*of_runs, *of_layers, *(of_layers if slopes else ()), *of_runs, *of_layers, *parameters]
+        numbers = sum_over_shards(sums, owners)
         numbers[count:].sqrt_()
     if (found_inf := context.preconditioner.recorder.scaling.found_inf) is not None:
         numbers = torch.cat([numbers, joined([found_inf], home)])
-    values = context.preconditioner.team.processes.agreed(numbers).tolist()
-    square, along, left = sum(values[:runs]), sum(values[runs : 2 * runs]), values[2 * runs :]
-    along_right, left = left[:layers], left[layers:]
-    along_slope, left = (left[:layers], left[layers:]) if slopes else (along_right, left)
-    facts = along_right, along_slope, left[:layers], left[layers : layers + len(parameters)]
-    is_bad = any(left[layers + len(parameters) :])  # as a GradScaler has found
-    return Facts(math.nan if is_bad or square < 0 else math.sqrt(square), along, *facts)
+    values = iter(context.preconditioner.team.processes.agreed(numbers).tolist())
+    take = lambda count: list(itertools.islice(values, count))
+    along, along_right = sum(take(runs)), take(layers)
+    along_slope = take(layers) if slopes else along_right
+    norm = math.hypot(*take(runs))
+    facts = Facts(norm, along, along_right, along_slope, take(layers), take(len(parameters)))
+    is_bad = any(values)  # as a GradScaler has found
+    return facts._replace(norm=math.nan) if is_bad else facts
 
 
 def _or_zero(number: float) -> float:
