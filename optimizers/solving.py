@@ -43,30 +43,36 @@ class VectorSolver:
 
 
 def _pieces(number: int, family: Family, whole: Mapping[Layer, Any], known: set[str], mean: Tensor) -> Iterator[Piece]:
-    """For a family of layers: one for all that follow each other and whose inverses are of one form."""
+    """For a family of layers: one for all that follow each other and are solved for in one way."""
 
-    def form(k: int) -> Any:
-        block = whole.get(family.layers[k])
-        return k if block is None or block.inverse.form is None else (block.inverse.form, type(block), block.scheme)
+    def way(k: int) -> Any:
+        layer = family.layers[k]
+        if (block := whole.get(layer)) is None:
+            return known.issuperset(layer)
+        return (block.inverse.form, type(block), block.scheme) if block.inverse.form is not None else block
 
-    for _, alike in itertools.groupby(range(len(family.layers)), form):
+    for _, alike in itertools.groupby(range(len(family.layers)), way):
         first, *others = alike
-        at, layers = slice(first, first + 1 + len(others)), family.layers[first : first + 1 + len(others)]
+        at = slice(first, first + 1 + len(others))
+        layers = family.layers[at]
         if layers[0] in whole:
             yield _kronecker_piece([whole[layer] for layer in layers], number, at, family)
         elif known.issuperset(layers[0]):
-            yield partial(_named_piece, layers[0])
+            yield partial(_named_piece, number, at, family)
         else:
-            yield partial(_scaled_piece, mean, number, at)
+            yield partial(_scaled_piece, number, at, mean)
 
 
-def _named_piece(layer: Layer, vector: LayerVector, known: Named) -> Tensor:
-    return torch.cat([known[name].to(vector[name]).reshape(-1) for name in layer])
+def _named_piece(number: int, at: slice, family: Family, vector: LayerVector, known: Named) -> Tensor:
+    found = torch.empty_like(vector.rows[number][at])
+    views = [view[0] for row in found.split(1) for view in family.views(row)]
+    torch._foreach_copy_(views, [known[name] for layer in family.layers[at] for name in layer])
+    return found.view(-1)
 
 
-def _scaled_piece(mean: Tensor, number: int, at: slice, vector: LayerVector, known: Named) -> Tensor:
+def _scaled_piece(number: int, at: slice, mean: Tensor, vector: LayerVector, known: Named) -> Tensor:
     rows = vector.rows[number][at]
-    return (rows / mean.to(rows)).flatten()
+    return (rows / mean.to(rows)).view(-1)
 
 
 def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Family) -> Piece:
@@ -74,7 +80,8 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
     inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
     here, dtype = block.scheme.arrangement, block.scheme.dtype
     groups, outputs, inputs = here.sides
-    if here.order is None and family.rows == groups * outputs:  # layers are in memory as matrices
+    # whether layers are in memory as matrices
+    if here.order is None and (len(here.shapes) == 1 or family.rows == groups * outputs):
 
         def solve(vector: LayerVector, known: Named) -> Tensor:
             rows = vector.rows[number]
@@ -84,10 +91,12 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
         return solve
 
     def rearranged(vector: LayerVector, known: Named) -> Tensor:
-        x = here.to_matrices(vector.stacked(number, at, here.shapes)).to(dtype)
+        rows = vector.rows[number][at]
+        x, found = here.to_matrices(family.views(rows)).to(dtype), torch.empty_like(rows)
         u = inverse(x.reshape(-1, outputs, inputs), own=len(here.shapes) > 1).view_as(x)
-        parts = [part.flatten(1) for part in here.from_matrices(u)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten().to(vector.rows[number].dtype)
+        for view, part in zip(family.views(found), here.from_matrices(u), strict=True):
+            view.copy_(part)
+        return found.view(-1)
 
     return rearranged
 

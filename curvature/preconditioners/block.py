@@ -55,11 +55,6 @@ class Block:
         self.gate = OutlierFilter()
 
     @property
-    def rows(self) -> int:
-        """Rows of the matrix in which parameters are columns as `solve` needs them; 1 where there is no such matrix."""
-        return 1
-
-    @property
     def has_separate_rows(self) -> bool:
         """Whether M says nothing of one row of a parameter together with another."""
         return False

@@ -102,11 +102,6 @@ class KroneckerBlock(Block):
         return [found[k] for k in range(len(blocks))]
 
     @property
-    def rows(self) -> int:
-        here = self.scheme.arrangement
-        return here.groups * here.outputs if here.order is None else 1
-
-    @property
     def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
         is_matrix = all(len(shape) == 2 for shape in here.shapes) and here.groups == 1

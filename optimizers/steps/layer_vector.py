@@ -47,6 +47,14 @@ class Family(NamedTuple):
             offset += width
         return found
 
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """For each parameter those of n layers (n, *shape), in the memory of their rows (n, d)."""
+        step, start = rows.stride(0), rows.storage_offset()
+        return [
+            rows.as_strided((len(rows), *shape), (step, *strides), start + place)
+            for shape, strides, place in self.places
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -167,12 +175,6 @@ class LayerVector(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.layout.names)
 
-    def stacked(self, family: int, layers: slice, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
-        rows = self.rows[family][layers]
-        parts = rows.split_with_sizes(list(map(math.prod, shapes)), 1) if len(shapes) > 1 else [rows]
-        return [x.view(len(rows), *shape) for x, shape in zip(parts, shapes, strict=True)]
-
     def mixed(self, other: LayerVector, shares: Sequence[float]) -> LayerVector:
         """``self + share (other - self)``, with a share for each run."""
         each = zip(self.vectors, other.vectors, shares, strict=True)
@@ -233,37 +235,45 @@ def _is_view(known: Any, view: Tensor) -> bool:
     return known is view or (known is not None and is_sharded(known) and known.to_local().data_ptr() == view.data_ptr())
 
 
-def layout_of(layers: Mapping[Layer, int], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
+def layout_of(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
     """Tensors of one `kind`, precision and device are in one vector, layers of one form next to each other.
 
-    The numbers are of the rows of each layer. What is in none of them is a layer of its own.
+    What is in none of the layers is one of its own.
     """
     kinds: dict[Hashable, int] = {}  # numbered, for a layout that stays the same while all rates change
     number = kinds.setdefault
     forms = [(name, x.shape, (x.device, x.dtype, number(kind(name), len(kinds)))) for name, x in tensors.items()]
-    return _layout(tuple(layers.items()), tuple(forms))
+    return _layout(tuple(layers), tuple(forms))
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(
-    layers: tuple[tuple[Layer, int], ...], forms: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...]
-) -> Layout:
+def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...]) -> Layout:
     """The layout of tensors, given name, shape and kind of each; those of different kinds are apart."""
-    named, rows = {form[0]: form for form in forms}, dict(layers)
-    parts = [tuple(name for name in layer if name in named) for layer, _ in layers]
+    named = {form[0]: form for form in forms}
+    parts = [tuple(name for name in layer if name in named) for layer in layers]
     layer_of = {name: layer for layer in parts for name in layer}
-    found: dict[Any, dict[tuple[Shapes, int], list[Layer]]] = {}
+    found: dict[Any, dict[Shapes, list[Layer]]] = {}
     for layer in dict.fromkeys(layer_of.get(name, (name,)) for name in named):
         for own, alike in itertools.groupby((named[name] for name in layer), operator.itemgetter(2)):
             names, shapes, _ = zip(*alike, strict=True)
-            # parts of a layer are none of its matrix
-            found.setdefault(own, {}).setdefault((shapes, rows.get(names, 1)), []).append(names)
-    family = lambda form, layers: Family(tuple(layers), *form)
-    runs = {own: tuple(itertools.starmap(family, of.items())) for own, of in found.items()}
+            found.setdefault(own, {}).setdefault(shapes, []).append(names)
+    family = lambda shapes, layers, device: Family(tuple(layers), shapes, _rows(shapes, device))
+    runs = {own: tuple(family(*form, own[0]) for form in of.items()) for own, of in found.items()}
     devices = list(dict.fromkeys(device for device, _, _ in runs))
     home = devices[0] if devices else torch.device("cpu")
     ordered = sorted(runs, key=lambda own: devices.index(own[0]))
     return Layout(tuple(runs[own] for own in ordered), home, layer_of)
+
+
+def _rows(shapes: Shapes, device: torch.device) -> int:
+    """One for each entry of a bias, beside the row of its weight: so a layer is solved for without a copy.
+
+    On an accelerator calls cost more than copies, and tensors with gaps take one each.
+    """
+    if device.type != "cpu" or len(shapes) != 2:
+        return 1
+    rows = math.prod(shapes[1])
+    return rows if rows in itertools.accumulate(shapes[0], operator.mul) else 1
 
 
 def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
@@ -278,7 +288,8 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:
-    """The product of vectors, in single precision at least, in parts: BLAS counts to 2^31 entries."""
+    """The product of tensors of one shape, in single precision at least, in parts: BLAS counts to 2^31 entries."""
+    one, other = one.flatten(), other.flatten()
     if one.numel() <= MOST_ENTRIES:
         return torch.dot(*_wide(one, other))
     parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)

@@ -86,14 +86,10 @@ def layout_of_step(context: StepContext, tensors: Named) -> Layout:
         for name in tensors
         for own in (options[name],)
     }
-    is_spread = any_sharded(trained.values())
-    for name in tensors if is_spread else ():
+    for name in tensors if any_sharded(trained.values()) else ():
         p: Any = trained[name]
         kinds[name] += (p.device_mesh, p.placements) if is_sharded(p) else ()
-    # matrices save copies; on an accelerator launches cost more, and tensors with gaps take one each
-    is_dense = is_spread or any(x.device.type != "cpu" for x in tensors.values())
-    layers = {block.names: 1 if is_dense else block.rows for block in context.preconditioner.blocks}
-    return layout_of(layers, tensors, kinds.__getitem__)
+    return layout_of([block.names for block in context.preconditioner.blocks], tensors, kinds.__getitem__)
 
 
 @dataclass(frozen=True)

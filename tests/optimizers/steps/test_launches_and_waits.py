@@ -95,13 +95,20 @@ class Run:
         entry = self.opt.monitor.entries[-1]
         return "renewing" if entry["renewed"] else "inverting" if entry["inverted"] else "ordinary"
 
+    def is_long(self) -> bool:
+        """Whether the gradient will be clipped: then a step solves, and waits, twice."""
+        rule: Any = self.opt.rule
+        norms = [p.grad.norm().cpu() for p in self.model.parameters() if p.grad is not None]
+        return bool(rule.state and torch.stack(norms).norm() > rule.constants.longest_gradient * rule.state.norm)
+
     def ordinary_launches(self) -> int:
         """Of a step that renews nothing."""
         while True:
             self.backward()
+            is_long = self.is_long()
             with Launches() as launches:
                 kind = self.step()
-            if kind == "ordinary":
+            if kind == "ordinary" and not is_long:
                 return launches.count
 
     @property

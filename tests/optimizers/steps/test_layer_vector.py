@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimizers.steps import layer_vector
-from optimizers.steps.layer_vector import LayerVector, Layout, joined, layout_of, of_states, to_states
+from optimizers.steps.layer_vector import LayerVector, Layout, joined, layout_of, norms, of_states, to_states
 
 pytestmark = pytest.mark.fast
 
@@ -69,7 +69,11 @@ def test_vectors_hold_what_was_given() -> None:
             assert torch.equal(x, given[name])
         for family, rows in zip(layout.families, found.rows, strict=True):
             for layer, row in zip(family.layers, rows, strict=True):
-                assert torch.equal(row, torch.cat([given[name].flatten() for name in layer]))
+                entries = torch.cat([given[name].reshape(family.rows, -1) for name in layer], 1).flatten()
+                assert torch.equal(row, entries)
+                for name, view in zip(layer, family.views(row[None]), strict=True):
+                    assert torch.equal(view[0], given[name])
+        assert list(map(len, found.layers)) == [sum(given[k].numel() for k in layer) for layer in layout.layers]
         found.rows[0].zero_()  # in the same memory
         assert not any(found[name].any() for name in layout.families[0].layers[0]) and named()["a.w"].any()
 
@@ -80,7 +84,7 @@ def test_numbers_of_layers(dtype: torch.dtype) -> None:
     one, other = (vector(named(seed, dtype), b_w=1, b_b=1) for seed in (0, 1))
     wide = torch.promote_types(dtype, torch.float32)
 
-    def close(found: list[Tensor], expected: list[list[float]]) -> None:
+    def close(found: list[Tensor], expected: Any) -> None:
         assert {x.dtype for x in found} == {wide}
         torch.testing.assert_close(found, [torch.tensor(x, dtype=wide) for x in expected], rtol=1e-5, atol=1e-5)
 
@@ -89,7 +93,7 @@ def test_numbers_of_layers(dtype: torch.dtype) -> None:
 
     square = lambda name: float(one[name].double().square().sum())
     product = lambda name: float((one[name].double() * other[name].double()).sum())
-    close(one.layer_norms(), [[x**0.5 for x in row] for row in of_layers(square)])
+    close(norms(one.layers), [x**0.5 for row in of_layers(square) for x in row])
     close(one.layer_dots(other), of_layers(product))
     found = one.dot(other)
     assert [x.ndim for x in found] == [0, 0] and {x.dtype for x in found} == {wide}
@@ -106,25 +110,32 @@ def test_products_of_long_vectors_come_in_parts(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixtures(dtype: torch.dtype) -> None:
-    """Each run has its own two numbers, and the factor where it is."""
+    """Each run has its own share."""
     one, other = (vector(named(seed, dtype), b_w=1, b_b=1) for seed in (0, 1))
-    before = [[x.clone() for x in v.vectors] for v in (one, other)]
-    found = one.mixed(other, [0.5, 0.0], [2.0, 3.0], [torch.full((1,), 0.25, dtype=x.dtype) for x in one.vectors])
-    for k, names in enumerate(one.layout.names_by_run):
+    before, shares = {name: x.clone() for name, x in one.items()}, [0.25, 1.0]
+    found = one.mixed(other, shares)
+    assert all(torch.equal(x, before[name]) for name, x in one.items())
+    one.mix_(other, shares)
+    for share, names in zip(shares, one.layout.names_by_run, strict=True):
         for name in names:
-            expected = [0.5, 0.0][k] * one[name].double() + [2.0, 3.0][k] * 0.25 * other[name].double()
+            expected = (1 - share) * before[name].double() + share * other[name].double()
             torch.testing.assert_close(found[name], expected.to(dtype))
-    for v, vectors in zip((one, other), before, strict=True):
-        assert all(map(torch.equal, v.vectors, vectors))
+            assert torch.equal(one[name], found[name])
 
 
-def test_what_counts_for_nothing_may_be_anything() -> None:
-    """As the mean before the first step, whose share is zero."""
-    one, other = vector(named(0)), vector(named(1))
-    for x in one.vectors:
-        x.fill_(math.nan)
-    found = one.mixed(other, [0.0], [1.0], [torch.ones(1)])
-    assert all(map(torch.equal, found.vectors, other.vectors))
+def test_a_layer_is_a_matrix_with_the_bias_as_its_last_column() -> None:
+    """On a processor, where one entry of it belongs to each row; else parameters come one after the other."""
+    shapes: dict[str, tuple[int, ...]] = {"w": (4, 2, 3), "b": (4,), "norm.w": (5,), "norm.b": (5,)}
+    shapes |= {"two.w": (6, 2), "two.b": (4,), "three.w": (4, 2), "three.b": (4,), "three.c": (4,)}
+    tensors = {name: torch.arange(math.prod(shape)).view(shape) + 100.0 for name, shape in shapes.items()}
+    layers = [("w", "b"), ("norm.w", "norm.b"), ("two.w", "two.b"), ("three.w", "three.b", "three.c")]
+    made = layout_of(layers, tensors, lambda name: None)
+    assert [family.rows for family in made.families] == [4, 5, 1, 1]
+    (vector,) = LayerVector.of(made, tensors).vectors
+    assert torch.equal(vector[:28].view(4, 7)[:, :6], tensors["w"].view(4, 6))
+    assert torch.equal(vector[:28].view(4, 7)[:, 6], tensors["b"])
+    elsewhere = {name: x.to("meta") for name, x in tensors.items()}
+    assert {family.rows for family in layout_of(layers, elsewhere, lambda name: None).families} == {1}
 
 
 def test_each_layer_is_multiplied_by_its_own_number() -> None:

@@ -246,7 +246,7 @@ class Given:
     def __init__(self, u: Tensors | None = None, right: Tensors | None = None) -> None:
         self.u, self.right, self.kept = u, right, 0
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
         def keep() -> None:
             self.kept += 1
 
@@ -426,6 +426,20 @@ def test_first_steps_of_many_layers_are_short() -> None:
         assert opt.rule.state.trust == pytest.approx(C.first_trust / count**0.5)  # type: ignore[attr-defined]
 
 
+def test_a_long_gradient_enters_the_mean_clipped() -> None:
+    """To twice the mean norm of those before."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, momentum=0.5)
+    backward(model, opt, loss, x, y)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    opt.step()
+    for name, p in model.named_parameters():
+        p.grad = 10 * first[name]
+    opt.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(opt.state[p]["momentum_buffer"], (0.5 * first[name] + 2 * first[name]) / 1.5)
+
+
 class Reads(TorchFunctionMode):
     """Counts calls that bring numbers to the host."""
 
@@ -443,16 +457,21 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 def test_an_ordinary_step_reads_once(optimizer: type[KFAC]) -> None:
+    """Another time where the gradient is so long that it is clipped."""
     model, loss, x, y = task("transformer")
-    opt, ordinary = optimizer(model, weight_decay=0.01), 0
-    for _ in range(30):
+    opt, ordinary = optimizer(model, weight_decay=0.01), {1: 0, 2: 0}
+    for k in range(40):
         backward(model, opt, loss, x, y)
+        for p in model.parameters() if k % 13 == 12 else ():
+            p.grad.mul_(10)
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        is_long = k > 0 and bool(norm > C.longest_gradient * opt.rule.state.norm)  # type: ignore[attr-defined]
         with Reads() as reads:
             opt.step()
         if not opt.history[-1]["renewed"] and not opt.history[-1]["inverted"]:
-            ordinary += 1
-            assert reads.found == ["tolist"]
-    assert ordinary
+            ordinary[1 + is_long] += 1
+            assert reads.found == ["tolist"] * (1 + is_long)
+    assert all(ordinary.values())
 
 
 # -- energies along steps
