@@ -176,14 +176,7 @@ class TrustRegionStep(StepRule):
         with parts.monitor.timed("direction"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             last, state, ratio = self._last(context, g.layout), self.state, 0.0
-            recall = state.recall if state else 1.0
-            found = self.direction(context, g, recall)
-            facts = _read(context, g, last, found)
-            if state and c.longest_gradient * state.norm < facts.norm < math.inf:
-                # one batch far out of scale must not dominate the mean
-                g.multiply_(c.longest_gradient * state.norm / facts.norm)
-                found = self.direction(context, g, recall)
-                facts = _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
+            found, facts = self._directed(context, g, last)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
 
@@ -229,6 +222,17 @@ class TrustRegionStep(StepRule):
         return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
 
     # -- the parts that read or write what is kept
+
+    def _directed(self, context: StepContext, g: LayerVector, last: LayerVector) -> tuple[Direction, Facts]:
+        """The direction and the facts of the step; one batch far out of scale must not dominate the running mean."""
+        state, most = self.state, self.constants.longest_gradient
+        found = self.direction(context, g, state.recall if state else 1.0)
+        facts = _read(context, g, last, found)
+        if state is None or not most * state.norm < facts.norm < math.inf:
+            return found, facts
+        g.multiply_(most * state.norm / facts.norm)
+        found = self.direction(context, g, state.recall)
+        return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """Nothing changes after a batch that is not finite; at the second in a row the last step is undone.
