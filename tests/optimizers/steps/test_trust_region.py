@@ -440,6 +440,16 @@ def test_a_long_gradient_enters_the_mean_clipped() -> None:
         torch.testing.assert_close(opt.state[p]["momentum_buffer"], (0.5 * first[name] + 2 * first[name]) / 1.5)
 
 
+def test_a_gradient_that_is_clipped_counts_in_full_as_a_sign_of_instability() -> None:
+    """Ten times the mean, which no clipped one is; a tenth of it points back along the last step."""
+    run = Stepped({"p": torch.full((2,), 100.0).double()}, Given(), 1.0, 2.0)
+    run.step(p=torch.tensor([1.0, 0.0]).double())
+    run.rule.state = run.known._replace(spread=run.known.norm)
+    before = run.known.least_output_change
+    run.step(p=torch.tensor([-0.1, 10.0]).double())
+    assert run.known.least_output_change == pytest.approx(C.less * before)
+
+
 class Reads(TorchFunctionMode):
     """Counts calls that bring numbers to the host."""
 
