@@ -52,7 +52,8 @@ def factored_inverses(
             start = None if last is None else last.directions
             if start is not None or anew[k // 2]:
                 large[k] = None if start is None else start.to(side.entries.dtype)
-    inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
+    if large:
+        inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
     tried = [_tried(stack, share) for stack, _ in stacks]
     fine = linalg.look([ok for _, ok in tried])
@@ -183,9 +184,9 @@ def _damped(side: Side, share: float) -> tuple[list[Tensor], Tensor]:
 
 def _may_have_low_rank(side: Side, product: Product) -> bool:
     """Whether its largest eigenvalues may make a quicker inverse."""
-    is_whole = len(side) == 1 and all(len(x.sizes) == 1 for x in product)
     other = product[1] if side is product[0] else product[0]
-    return is_whole and linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+    is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+    return is_large and len(side) == 1 and all(len(x.sizes) == 1 for x in product)
 
 
 def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, applied.Matrix]:

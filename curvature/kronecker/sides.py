@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -97,17 +97,21 @@ class Side:
         """Equal for sides that can be stacked."""
         return type(self), self.sizes, self.entries.shape[1:], self.entries.dtype, self.entries.device
 
+    def with_entries(self: Kind, entries: Tensor) -> Kind:
+        """One of this form."""
+        return type(self)(entries)
+
     def stacked(self: Kind, others: Sequence[Any]) -> Kind:
         """The groups of this side and of others of its form, one after the other."""
-        return replace(self, entries=torch.cat([self.entries, *(side.entries for side in others)])) if others else self
+        return self.with_entries(torch.cat([self.entries, *(side.entries for side in others)])) if others else self
 
     def parts(self: Kind, count: int) -> list[Kind]:
         """The groups in as many equal parts."""
-        return [replace(self, entries=part) for part in self.entries.chunk(count)]
+        return [self.with_entries(part) for part in self.entries.chunk(count)]
 
     def scaled(self: Kind, factor: float | Tensor) -> Kind:
         """Times a number, or one for each group (g,)."""
-        return replace(self, entries=self.entries * for_groups(factor, self.entries))
+        return self.with_entries(self.entries * for_groups(factor, self.entries))
 
     def add_(self: Kind, other: Any) -> Kind:
         """The sum with a side of the same form, in the memory of this one if it has the space."""
@@ -116,7 +120,7 @@ class Side:
 
     def averaged(self: Kind, old: Any, weight: float | Tensor) -> Kind:
         """``(1 - weight) old + weight self``; without an old side this one."""
-        return self if old is None else replace(self, entries=old.entries.lerp(self.entries, weight))
+        return self if old is None else self.with_entries(old.entries.lerp(self.entries, weight))
 
     def diagonal(self) -> Tensor:
         """(g, d)."""
@@ -247,6 +251,9 @@ class PackedSide(Side):
     def sizes(self) -> tuple[int, ...]:
         return self.blocks
 
+    def with_entries(self, entries: Tensor) -> PackedSide:
+        return PackedSide(entries, self.blocks)
+
     def diagonal(self) -> Tensor:
         parts = zip(self._triangles(), self.blocks, strict=True)
         return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
@@ -269,7 +276,8 @@ class PackedSide(Side):
         return super().describe() + (f" in {len(self.blocks)} blocks" if len(self.blocks) > 1 else "")
 
     def _triangles(self) -> Sequence[Tensor]:
-        return self.entries.split([triangle(n) for n in self.blocks], 1)
+        sizes = [triangle(n) for n in self.blocks]
+        return self.entries.split_with_sizes(sizes, 1) if len(sizes) > 1 else [self.entries]
 
 
 class SketchSide(Side):
@@ -414,8 +422,7 @@ def _packed(matrix: Tensor) -> Tensor:
     left, right, down = _rectangle(matrix.shape[1])
     packed = matrix.new_empty(len(matrix), matrix.shape[1] + down, left)
     packed[:, down:] = matrix[:, :, :left]
-    corner = packed[:, :right, 1 - down :]
-    corner.copy_(torch.where(_upper(right, matrix), matrix[:, left:, left:].mT, corner))
+    packed[:, :right, 1 - down :].tril_(-1).add_(matrix[:, left:, left:].mT.triu())
     return packed
 
 
@@ -433,9 +440,8 @@ def _unpacked(entries: Tensor, d: int) -> Tensor:
 
 def _diagonals(entries: Tensor, d: int) -> tuple[Tensor, Tensor]:
     left, right, down = _rectangle(d)
-    rectangle = entries.view(len(entries), d + down, left)
-    lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]
-    return lower.diagonal(dim1=1, dim2=2), upper.diagonal(dim1=1, dim2=2)
+    start, step = down * left, left + 1
+    return entries[:, start : start + left * step : step], entries[:, 1 - down : right * step : step]
 
 
 def _upper(d: int, like: Tensor) -> Tensor:

@@ -199,9 +199,14 @@ def try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 @full_precision()
 def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`."""
-    root, ok = try_cholesky(matrix)
-    found, is_finite = try_decompose(partial(torch.cholesky_inverse, root))
-    return torch.full_like(matrix, math.nan) if found is None else found.mT, ok & is_finite
+
+
+    def decompose() -> tuple[Tensor, ...]:
+        root, error = torch.linalg.cholesky_ex(matrix)
+        return root, error, torch.cholesky_inverse(root)
+
+    found, ok = try_decompose(decompose)
+    return torch.full_like(matrix, math.nan) if found is None else found[2].mT, ok
 
 
 @full_precision()

@@ -16,7 +16,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision, look, stack, widen, without_autocast
+from curvature.linalg import full_precision, have_finite_sums, stack, without_autocast
 from curvature.preconditioners.block import Block, BlockStatistics, grouped
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -182,7 +182,8 @@ class BlockDiagonalCurvature(CurvatureStore):
             add(terms)
 
         stream_backprops(tape, outputs, sent, take, MOST_BYTES)
-        add(self._plain(tape, outputs, sent, sorted(unexplained)))
+        if unexplained:
+            add(self._plain(tape, outputs, sent, sorted(unexplained)))
         found.along = _energies(changes)
         return found
 
@@ -199,7 +200,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """Gradients of the whole batch, for parameters without per-sample terms."""
         roots = [tape.parameters[name].tensor for name in names]
-        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
+        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
     def measure_backprops(
@@ -289,9 +290,9 @@ class BlockDiagonalCurvature(CurvatureStore):
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        fine = look([_is_finite(own) for _, own in found])
-        finite = list(itertools.compress(found, fine))
+        found = [(leaf, statistics.blocks[leaf.names[0]], statistics.blocks[leaf.names[0]].tensors()) for leaf in leaves]
+        fine = iter(have_finite_sums([x for *_, own in found for x in own]))
+        finite = [(leaf, own) for leaf, own, sums in found if all([next(fine) for _ in sums])]
         for kind in dict.fromkeys(type(leaf) for leaf, _ in finite):
             alike = [(leaf, own) for leaf, own in finite if type(leaf) is kind]
             kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
@@ -313,11 +314,6 @@ def _memory(x: Tensor) -> int:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.untyped_storage().data_ptr()
-
-
-def _is_finite(statistics: BlockStatistics) -> Tensor:
-    """A flag (): whether all sums are finite."""
-    return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
 
 
 def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
