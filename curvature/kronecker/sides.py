@@ -80,7 +80,7 @@ class Side:
 
     def __len__(self) -> int:
         """Number of groups."""
-        return len(self.entries)
+        return self.entries.shape[0]  # Python's `len` of a tensor takes several times as long
 
     @property
     def size(self) -> int:
@@ -420,7 +420,7 @@ def _rectangle(d: int) -> tuple[int, int, int]:
 
 def _packed(matrix: Tensor) -> Tensor:
     left, right, down = _rectangle(matrix.shape[1])
-    packed = matrix.new_empty(len(matrix), matrix.shape[1] + down, left)
+    packed = matrix.new_empty(matrix.shape[0], matrix.shape[1] + down, left)
     packed[:, down:] = matrix[:, :, :left]
     packed[:, :right, 1 - down :].tril_(-1).add_(matrix[:, left:, left:].mT.triu())
     return packed
@@ -428,8 +428,8 @@ def _packed(matrix: Tensor) -> Tensor:
 
 def _unpacked(entries: Tensor, d: int) -> Tensor:
     left, right, down = _rectangle(d)
-    rectangle = entries.view(len(entries), d + down, left)
-    matrix = entries.new_empty(len(entries), d, d)
+    rectangle = entries.view(-1, d + down, left)
+    matrix = entries.new_empty(entries.shape[0], d, d)
     matrix[:, left:, :left] = rectangle[:, down + left :]
     matrix[:, :left, left:] = rectangle[:, down + left :].mT
     lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -168,6 +168,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
         noise = sent if batch.independent else ()
+        places = set(map(_memory, noise))
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
@@ -177,7 +178,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
             terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), others)
-            terms = {name: [_told(term, noise, copied) for term in own] for name, own in terms.items() if own}
+            terms = {name: [_told(term, places, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
@@ -298,13 +299,12 @@ class BlockDiagonalCurvature(CurvatureStore):
             kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
-def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term:
-    """The term, told apart where its backprops are entries of one of the vectors `noise`, none of them twice."""
+def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:
+    """The term, told apart where its backprops are entries of vectors with the memory `noise`, none of them twice."""
     if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
     b = term.b
-    is_repeated = any(n > 1 and not step for n, step in zip(b.shape, b.stride(), strict=True))
-    is_sent = not is_repeated and _memory(b) in map(_memory, noise)
+    is_sent = _memory(b) in noise and all(n < 2 or step for n, step in zip(b.shape, b.stride(), strict=True))
     is_copy = lambda v: v.numel() == b.numel() and torch.equal(v.to(b).flatten(), b.flatten())
     return replace(term, independent=True) if is_sent or any(map(is_copy, copied)) else term
 

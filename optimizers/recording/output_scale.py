@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
+from curvature.linalg import stack
 from optimizers.steps.layer_vector import at_least_single
 
 Sums = Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class OutputScale:
         if not sums:
             return
         first = sums["squares"]
-        numbers = [widen(x.reshape(-1).to(first.device)) for x in (first, sums["numbers"], *along.values())]
+        numbers = [x.reshape(-1).to(first.device) for x in (first, sums["numbers"], *along.values())]
         squares, count, entries, *found = torch.cat(numbers).tolist()
         if entries > 0 and math.isfinite(squares):
             self.rms = math.sqrt(squares / entries)
