@@ -89,7 +89,6 @@ class Preconditioner:
 
     def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
         """Update the running averages by the recorded passes, and invert the blocks that are due."""
-        self.solver = None
         with self.monitor.timed("factors"):
             self.recorder.settle()
             found = self.gathered(gradients, trained)
@@ -123,6 +122,8 @@ class Preconditioner:
             for b, pair in zip(blocks, costs.items(), strict=True)
         }
         due = [b for b in blocks if any(sides[b.names[0]])]
+        if due or (self.solver is not None and self.solver.left):
+            self.solver = None
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):

@@ -9,7 +9,7 @@ half of the lower triangle as it is, and the rest of it transposed into the corn
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -130,6 +130,10 @@ class Side:
         """(g, d, d), where that can be stored."""
         raise NotImplementedError
 
+    def lower(self) -> Tensor:
+        """The same without a promise of what is above the diagonal."""
+        return self.dense()
+
     def mean_eigenvalue(self) -> Tensor:
         """Of each group (g,), nonzero."""
         return nonzero_or_one(self.diagonal().mean(1))
@@ -240,8 +244,8 @@ class PackedSide(Side):
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = (_packed(moment[:, rows, rows]) for rows in ranges(blocks))
-        return cls(torch.cat([x.flatten(1) for x in packed], 1), tuple(blocks))
+        packed = [_packed(moment[:, rows, rows] if len(blocks) > 1 else moment) for rows in ranges(blocks)]
+        return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
 
     @property
     def size(self) -> int:
@@ -259,11 +263,17 @@ class PackedSide(Side):
         return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
 
     def dense(self) -> Tensor:
+        return self._matrix(_unpacked)
+
+    def lower(self) -> Tensor:
+        return self._matrix(_lower)
+
+    def _matrix(self, unpack: Callable[[Tensor, int], Tensor]) -> Tensor:
         if len(self.blocks) == 1:
-            return _unpacked(self.entries, self.size)
+            return unpack(self.entries, self.size)
         matrix = self.entries.new_zeros(len(self), self.size, self.size)
         for part, rows, n in zip(self._triangles(), ranges(self.blocks), self.blocks, strict=True):
-            matrix[:, rows, rows] = _unpacked(part, n)
+            matrix[:, rows, rows] = unpack(part, n)
         return matrix
 
     def unpacked(self) -> DenseSide:
@@ -421,9 +431,18 @@ def _rectangle(d: int) -> tuple[int, int, int]:
 def _packed(matrix: Tensor) -> Tensor:
     left, right, down = _rectangle(matrix.shape[1])
     packed = matrix.new_empty(matrix.shape[0], matrix.shape[1] + down, left)
-    packed[:, down:] = matrix[:, :, :left]
+    packed.narrow(1, down, matrix.shape[1]).copy_(matrix.narrow(2, 0, left))
     packed[:, :right, 1 - down :].tril_(-1).add_(matrix[:, left:, left:].mT.triu())
-    return packed
+    return packed.flatten(1)
+
+
+def _lower(entries: Tensor, d: int) -> Tensor:
+    left, right, down = _rectangle(d)
+    rectangle = entries.view(-1, d + down, left)
+    matrix = entries.new_empty(entries.shape[0], d, d)
+    matrix.narrow(2, 0, left).copy_(rectangle.narrow(1, down, d))
+    matrix[:, left:, left:] = rectangle[:, :right, 1 - down :].mT
+    return matrix
 
 
 def _unpacked(entries: Tensor, d: int) -> Tensor:

@@ -198,8 +198,10 @@ def try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @full_precision()
 def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`."""
+    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`.
 
+    What is above the diagonal is not looked at.
+    """
 
     def decompose() -> tuple[Tensor, ...]:
         root, error = torch.linalg.cholesky_ex(matrix)

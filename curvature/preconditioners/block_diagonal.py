@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -335,11 +334,11 @@ def _measured(
 
 def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
     """The uses with the names of their parameters, and how many uses of these came before."""
-    before = Counter[frozenset[str]]()
+    numbers: dict[frozenset[str], int] = {}
     found = []
     for use in tape.uses:
-        found.append(((use.names, before[use.names]), use))
-        before[use.names] += 1
+        number = numbers[use.names] = numbers.get(use.names, -1) + 1
+        found.append(((use.names, number), use))
     return found
 
 
