@@ -138,12 +138,12 @@ class Scheme:
             fields["storage"] = tuple("sketch" if few else "diagonal" if flat else "dense" for few, flat in flags)
         return Scheme(**fields)
 
-    @functools.cached_property
+    @property
     def kinds(self) -> tuple[type[Side], type[Side]]:
         """The types of the side of the outputs, and of that of the inputs."""
         return STORAGES[self.storage[0]], STORAGES[self.storage[1]]
 
-    @functools.cached_property
+    @property
     def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of rows of the diagonal blocks of both sides, if dense; a bias is one more row of the last."""
         _, outputs, inputs = self.arrangement.sides

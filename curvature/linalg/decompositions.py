@@ -203,8 +203,10 @@ def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     What is above the diagonal is not looked at.
     """
 
+    factor = partial(torch.linalg.cholesky_ex, matrix)
+
     def decompose() -> tuple[Tensor, ...]:
-        root, error = torch.linalg.cholesky_ex(matrix)
+        root, error = factor()
         return root, error, torch.cholesky_inverse(root)
 
     found, ok = try_decompose(decompose)

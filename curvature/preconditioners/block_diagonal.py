@@ -290,9 +290,10 @@ class BlockDiagonalCurvature(CurvatureStore):
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        found = [(leaf, statistics.blocks[leaf.names[0]], statistics.blocks[leaf.names[0]].tensors()) for leaf in leaves]
-        fine = iter(have_finite_sums([x for *_, own in found for x in own]))
-        finite = [(leaf, own) for leaf, own, sums in found if all([next(fine) for _ in sums])]
+        found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
+        sums = [own.tensors() for _, own in found]
+        fine = iter(have_finite_sums([x for own in sums for x in own]))
+        finite = list(itertools.compress(found, [False not in [next(fine) for _ in own] for own in sums]))
         for kind in dict.fromkeys(type(leaf) for leaf, _ in finite):
             alike = [(leaf, own) for leaf, own in finite if type(leaf) is kind]
             kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
