@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         for key, use in _keyed(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
-                candidates = sorted(candidates, key=partial(_difference, known))
+                candidates = sorted(candidates, key=functools.partial(_difference, known))
             found.append(itertools.chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
         return found
 
@@ -349,6 +349,7 @@ def _difference(known: Layout, other: Layout) -> tuple[bool, ...]:
     return (known.dim != other.dim, *is_other, known.outer != other.outer and known.inner != other.inner)
 
 
+@functools.lru_cache
 def _is_open(shape: tuple[int, ...], count: int) -> bool:
     """Whether sizes leave open which axis of a use holds the samples: it is not the first, or not the only one."""
     found = list(candidate_axes(shape, count))

@@ -75,10 +75,12 @@ class KroneckerBlock(Block):
         return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        if not all(self.scheme.accepts(t) for t in terms):
-            return None
         here, found = self.scheme, self.statistics(self.scheme, samples=samples)
-        for reading, parts in here.readings(terms).items():
+        try:
+            readings = here.readings(terms)
+        except ValueError:  # read in another form than before
+            return None
+        for reading, parts in readings.items():
             moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(reading.activation_side, moment), number
             found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))

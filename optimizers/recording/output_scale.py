@@ -32,7 +32,7 @@ class OutputScale:
     def of(outputs: Sequence[Tensor]) -> Sums:
         """The sums of one pass for isotropic curvature, given its outputs (N, ...). Only finite entries count."""
         each = [_sums(x.detach()) for x in outputs]
-        squares, entries = (stack(column).sum() for column in zip(*each, strict=True))
+        squares, entries = each[0] if len(each) == 1 else (stack(column).sum() for column in zip(*each, strict=True))
         # to fill a tensor needs no wait, as a copy to the device does
         count = torch.full_like(squares, len(outputs[0]))
         return {"squares": squares, "numbers": torch.stack([count, entries])}
