@@ -77,9 +77,9 @@ class ModelOptimizer(torch.optim.Optimizer):
         """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
         now = dict(self.model.named_parameters())
         self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
-        given = {self.name_of(p) for group in self.param_groups for p in group["params"]}
-        is_empty = lambda p: not nn.parameter.is_lazy(p) and not p.numel()
-        return {name: p for name, p in now.items() if name in given and p.requires_grad and not is_empty(p)}
+        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
+        return {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options of each parameter's group, by name, as plain numbers (a scheduler may keep tensors)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvature.linalg import PRODUCTS, full_precision, stack, widen
+from curvature.linalg import PRODUCTS, cat, full_precision
 from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import warn_once
@@ -89,7 +89,6 @@ class Preconditioner:
 
     def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
         """Update the running averages by the recorded passes, and invert the blocks that are due."""
-        self.solver = None
         with self.monitor.timed("factors"):
             self.recorder.settle()
             found = self.gathered(gradients, trained)
@@ -106,11 +105,11 @@ class Preconditioner:
         if None not in (self.schedule.factor_every, self.schedule.decompose_every):
             return {}
         moved = [b for b in self.blocks if any(leaf.names[0] in found.curvature.blocks for leaf in b.leaves)]
-        drifts = {b.names[0]: widen(b.drift) for b in moved if b.drift is not None}
+        drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
         if not drifts:
             return {}
-        agreed = iter(self.team.processes.agreed(stack(x for own in drifts.values() for x in own)).tolist())
-        return {name: [next(agreed) for _ in own] for name, own in drifts.items()}
+        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist())
+        return {name: [next(agreed) for _ in range(own.numel())] for name, own in drifts.items()}
 
     def invert_due(self, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
@@ -123,6 +122,8 @@ class Preconditioner:
             for b, pair in zip(blocks, costs.items(), strict=True)
         }
         due = [b for b in blocks if any(sides[b.names[0]])]
+        if due or (self.solver is not None and self.solver.left):
+            self.solver = None
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):

@@ -52,7 +52,8 @@ def factored_inverses(
             start = None if last is None else last.directions
             if start is not None or anew[k // 2]:
                 large[k] = None if start is None else start.to(side.entries.dtype)
-    inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
+    if large:
+        inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
     tried = [_tried(stack, share) for stack, _ in stacks]
     fine = linalg.look([ok for _, ok in tried])
@@ -161,31 +162,30 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
     """Damped inverses, and a flag () whether they can be used."""
-    blocks, scale = _damped(side, share)
+    blocks, scale = _damped(side.lower(), side.sizes, share)
     found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
     return _joined(found, side.sizes).div_(scale), flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def _carefully(side: Side, share: float) -> Tensor:
     """Damped inverses after a first failure."""
-    blocks, scale = _damped(side, share)
+    blocks, scale = _damped(side.dense(), side.sizes, share)
     return _joined(list(map(linalg.careful_spd_inverse, blocks)), side.sizes).div_(scale)
 
 
-def _damped(side: Side, share: float) -> tuple[list[Tensor], Tensor]:
+def _damped(matrix: Tensor, sizes: Sequence[int], share: float) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
-    matrix = side.dense()
-    scale = DenseSide(matrix).mean_eigenvalue()[:, None, None]
+    scale = DenseSide(matrix).mean_eigenvalue().view(-1, 1, 1)
     matrix = matrix / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
-    return _blocks(matrix, side.sizes), scale
+    return _blocks(matrix, sizes) if len(sizes) > 1 else [matrix], scale
 
 
 def _may_have_low_rank(side: Side, product: Product) -> bool:
     """Whether its largest eigenvalues may make a quicker inverse."""
-    is_whole = len(side) == 1 and all(len(x.sizes) == 1 for x in product)
     other = product[1] if side is product[0] else product[0]
-    return is_whole and linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+    is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+    return is_large and len(side) == 1 and all(len(x.sizes) == 1 for x in product)
 
 
 def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, applied.Matrix]:

@@ -25,13 +25,14 @@ ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so ma
 def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
     """``sum_n left right^T``: (n, g, d) twice to (g, d, d), or to its diagonal (g, d)."""
     if diagonal or left.shape[2] == 1:
-        size = max(1, -(-len(left) // PARTS)) if left.numel() > WHOLE_ELEMENTS else max(1, len(left))
-        pairs = zip(left.split(size), right.split(size), strict=True)
+        count = left.shape[0]
+        size = -(-count // PARTS) if left.numel() > WHOLE_ELEMENTS else count
+        pairs = zip(left.split(size), right.split(size), strict=True) if size < count else [(left, right)]
         entries = sum_in_place((b * c).sum(0) for b, c in pairs)
         return entries if diagonal else entries[..., None]
     rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
     if left is not right or not _is_large(left):
-        return rows @ columns
+        return torch.bmm(rows, columns)
     return _fill_symmetric(left.new_empty(len(rows), rows.shape[1], rows.shape[1]), rows, columns)
 
 
@@ -52,7 +53,7 @@ def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
         for start in range(0, d, size):
             torch.bmm(left[:, start : start + size], right, out=own[:, start : start + size])
     found[:, -1, :-1] = found[:, :-1, -1] = value * rows.sum(0)
-    found[:, -1, -1] = value**2 * len(rows)
+    found[:, -1, -1].fill_(value**2 * rows.shape[0])
     return found
 
 
@@ -73,7 +74,7 @@ def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def has_few_rows(rows: Tensor) -> bool:
     """Whether the second moment of rows (n, g, d) is larger than they are."""
-    return len(rows) < rows.shape[2]
+    return rows.shape[0] < rows.shape[2]
 
 
 def subsample_samples(terms: Sequence[Any], sharing: str, rank: int = 0, world_size: int = 1) -> Sequence[Any]:

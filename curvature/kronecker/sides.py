@@ -9,7 +9,7 @@ half of the lower triangle as it is, and the rest of it transposed into the corn
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -80,7 +80,7 @@ class Side:
 
     def __len__(self) -> int:
         """Number of groups."""
-        return len(self.entries)
+        return self.entries.shape[0]  # Python's `len` of a tensor takes several times as long
 
     @property
     def size(self) -> int:
@@ -97,17 +97,21 @@ class Side:
         """Equal for sides that can be stacked."""
         return type(self), self.sizes, self.entries.shape[1:], self.entries.dtype, self.entries.device
 
+    def with_entries(self: Kind, entries: Tensor) -> Kind:
+        """One of this form."""
+        return replace(self, entries=entries)
+
     def stacked(self: Kind, others: Sequence[Any]) -> Kind:
         """The groups of this side and of others of its form, one after the other."""
-        return replace(self, entries=torch.cat([self.entries, *(side.entries for side in others)])) if others else self
+        return self.with_entries(torch.cat([self.entries, *(side.entries for side in others)])) if others else self
 
     def parts(self: Kind, count: int) -> list[Kind]:
         """The groups in as many equal parts."""
-        return [replace(self, entries=part) for part in self.entries.chunk(count)]
+        return [self.with_entries(part) for part in self.entries.chunk(count)]
 
     def scaled(self: Kind, factor: float | Tensor) -> Kind:
         """Times a number, or one for each group (g,)."""
-        return replace(self, entries=self.entries * for_groups(factor, self.entries))
+        return self.with_entries(self.entries * for_groups(factor, self.entries))
 
     def add_(self: Kind, other: Any) -> Kind:
         """The sum with a side of the same form, in the memory of this one if it has the space."""
@@ -116,7 +120,7 @@ class Side:
 
     def averaged(self: Kind, old: Any, weight: float | Tensor) -> Kind:
         """``(1 - weight) old + weight self``; without an old side this one."""
-        return self if old is None else replace(self, entries=old.entries.lerp(self.entries, weight))
+        return self if old is None else self.with_entries(old.entries.lerp(self.entries, weight))
 
     def diagonal(self) -> Tensor:
         """(g, d)."""
@@ -125,6 +129,10 @@ class Side:
     def dense(self) -> Tensor:
         """(g, d, d), where that can be stored."""
         raise NotImplementedError
+
+    def lower(self) -> Tensor:
+        """The same without a promise of what is above the diagonal."""
+        return self.dense()
 
     def mean_eigenvalue(self) -> Tensor:
         """Of each group (g,), nonzero."""
@@ -216,6 +224,9 @@ class DenseSide(Side):
         square = sum(blocks) ** 2
         return groups * (square + (sum(map(triangle, blocks)) if _are_packed(blocks) else square))
 
+    def with_entries(self, entries: Tensor) -> DenseSide:
+        return DenseSide(entries)  # quicker than `replace`
+
     def diagonal(self) -> Tensor:
         return self.entries.diagonal(dim1=1, dim2=2)
 
@@ -236,8 +247,8 @@ class PackedSide(Side):
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = (_packed(moment[:, rows, rows]) for rows in ranges(blocks))
-        return cls(torch.cat([x.flatten(1) for x in packed], 1), tuple(blocks))
+        packed = [_packed(moment[:, rows, rows] if len(blocks) > 1 else moment) for rows in ranges(blocks)]
+        return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
 
     @property
     def size(self) -> int:
@@ -247,16 +258,25 @@ class PackedSide(Side):
     def sizes(self) -> tuple[int, ...]:
         return self.blocks
 
+    def with_entries(self, entries: Tensor) -> PackedSide:
+        return PackedSide(entries, self.blocks)
+
     def diagonal(self) -> Tensor:
         parts = zip(self._triangles(), self.blocks, strict=True)
         return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
 
     def dense(self) -> Tensor:
+        return self._matrix(_unpacked)
+
+    def lower(self) -> Tensor:
+        return self._matrix(_lower)
+
+    def _matrix(self, unpack: Callable[[Tensor, int], Tensor]) -> Tensor:
         if len(self.blocks) == 1:
-            return _unpacked(self.entries, self.size)
+            return unpack(self.entries, self.size)
         matrix = self.entries.new_zeros(len(self), self.size, self.size)
         for part, rows, n in zip(self._triangles(), ranges(self.blocks), self.blocks, strict=True):
-            matrix[:, rows, rows] = _unpacked(part, n)
+            matrix[:, rows, rows] = unpack(part, n)
         return matrix
 
     def unpacked(self) -> DenseSide:
@@ -269,7 +289,8 @@ class PackedSide(Side):
         return super().describe() + (f" in {len(self.blocks)} blocks" if len(self.blocks) > 1 else "")
 
     def _triangles(self) -> Sequence[Tensor]:
-        return self.entries.split([triangle(n) for n in self.blocks], 1)
+        sizes = [triangle(n) for n in self.blocks]
+        return self.entries.split_with_sizes(sizes, 1) if len(sizes) > 1 else [self.entries]
 
 
 class SketchSide(Side):
@@ -412,17 +433,25 @@ def _rectangle(d: int) -> tuple[int, int, int]:
 
 def _packed(matrix: Tensor) -> Tensor:
     left, right, down = _rectangle(matrix.shape[1])
-    packed = matrix.new_empty(len(matrix), matrix.shape[1] + down, left)
-    packed[:, down:] = matrix[:, :, :left]
-    corner = packed[:, :right, 1 - down :]
-    corner.copy_(torch.where(_upper(right, matrix), matrix[:, left:, left:].mT, corner))
-    return packed
+    packed = matrix.new_empty(matrix.shape[0], matrix.shape[1] + down, left)
+    packed.narrow(1, down, matrix.shape[1]).copy_(matrix.narrow(2, 0, left))
+    packed[:, :right, 1 - down :].tril_(-1).add_(matrix[:, left:, left:].mT.triu())
+    return packed.flatten(1)
+
+
+def _lower(entries: Tensor, d: int) -> Tensor:
+    left, right, down = _rectangle(d)
+    rectangle = entries.view(-1, d + down, left)
+    matrix = entries.new_empty(entries.shape[0], d, d)
+    matrix.narrow(2, 0, left).copy_(rectangle.narrow(1, down, d))
+    matrix[:, left:, left:] = rectangle[:, :right, 1 - down :].mT
+    return matrix
 
 
 def _unpacked(entries: Tensor, d: int) -> Tensor:
     left, right, down = _rectangle(d)
-    rectangle = entries.view(len(entries), d + down, left)
-    matrix = entries.new_empty(len(entries), d, d)
+    rectangle = entries.view(-1, d + down, left)
+    matrix = entries.new_empty(entries.shape[0], d, d)
     matrix[:, left:, :left] = rectangle[:, down + left :]
     matrix[:, :left, left:] = rectangle[:, down + left :].mT
     lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]
@@ -433,9 +462,8 @@ def _unpacked(entries: Tensor, d: int) -> Tensor:
 
 def _diagonals(entries: Tensor, d: int) -> tuple[Tensor, Tensor]:
     left, right, down = _rectangle(d)
-    rectangle = entries.view(len(entries), d + down, left)
-    lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]
-    return lower.diagonal(dim1=1, dim2=2), upper.diagonal(dim1=1, dim2=2)
+    start, step = down * left, left + 1
+    return entries[:, start : start + left * step : step], entries[:, 1 - down : right * step : step]
 
 
 def _upper(d: int, like: Tensor) -> Tensor:

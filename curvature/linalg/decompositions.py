@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:
         return None, torch.zeros((), dtype=torch.bool, device="cpu")
     tensors = [found] if isinstance(found, Tensor) else list(found)
     # sums are quick; where those of finite entries overflow, the next attempt is looked at entry by entry
-    fine = [x.sum().isfinite() if x.is_floating_point() else ~x.any() for x in tensors]
-    return found, torch.stack(fine).all()
+    fine = reduce(torch.add, (x.sum() for x in tensors if x.is_floating_point())).isfinite()
+    return found, reduce(lambda ok, code: ok & ~code.any(), (x for x in tensors if not x.is_floating_point()), fine)
 
 
 def _first_good(decompose: Callable[[Tensor], Any], attempts: Iterable[Tensor]) -> tuple[int, Any]:
@@ -198,10 +198,19 @@ def try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @full_precision()
 def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`."""
-    root, ok = try_cholesky(matrix)
-    found, is_finite = try_decompose(partial(torch.cholesky_inverse, root))
-    return torch.full_like(matrix, math.nan) if found is None else found.mT, ok & is_finite
+    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`.
+
+    What is above the diagonal is not looked at.
+    """
+
+    factor = partial(torch.linalg.cholesky_ex, matrix)
+
+    def decompose() -> tuple[Tensor, ...]:
+        root, error = factor()
+        return root, error, torch.cholesky_inverse(root)
+
+    found, ok = try_decompose(decompose)
+    return torch.full_like(matrix, math.nan) if found is None else found[2].mT, ok
 
 
 @full_precision()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from curvature.linalg import stack
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
@@ -69,7 +70,7 @@ class Block:
         if old is None:
             return new
         found = old.lerp(new, self.gate.weight([(old.sum(), new.sum())], w))
-        self.drift = relative_change(old, found)[None]
+        self.drift = relative([change(old, found)])
         return found
 
     @property
@@ -235,9 +236,15 @@ def grouped(forms: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def relative_change(old: Tensor, new: Tensor) -> Tensor:
-    """In the Frobenius norm (); 0 / 0 is 0."""
-    return (torch.dist(new, old) / torch.linalg.vector_norm(old)).nan_to_num(0.0)
+def change(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """In the Frobenius norm (), and the norm of what has changed."""
+    return torch.dist(new, old), torch.linalg.vector_norm(old)
+
+
+def relative(changes: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of each `change` its ratio (n,); 0 / 0 is 0."""
+    made, norms = map(stack, zip(*changes, strict=True))
+    return (made / norms).nan_to_num(0.0)
 
 
 def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision, look, stack, widen, without_autocast
+from curvature.linalg import full_precision, have_finite_sums, stack, without_autocast
 from curvature.preconditioners.block import Block, BlockStatistics, grouped
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -146,7 +145,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         for key, use in _keyed(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
-                candidates = sorted(candidates, key=partial(_difference, known))
+                candidates = sorted(candidates, key=functools.partial(_difference, known))
             found.append(itertools.chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
         return found
 
@@ -168,6 +167,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
         noise = sent if batch.independent else ()
+        places = set(map(_memory, noise))
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
@@ -177,12 +177,13 @@ class BlockDiagonalCurvature(CurvatureStore):
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
             terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), others)
-            terms = {name: [_told(term, noise, copied) for term in own] for name, own in terms.items() if own}
+            terms = {name: [_told(term, places, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
         stream_backprops(tape, outputs, sent, take, MOST_BYTES)
-        add(self._plain(tape, outputs, sent, sorted(unexplained)))
+        if unexplained:
+            add(self._plain(tape, outputs, sent, sorted(unexplained)))
         found.along = _energies(changes)
         return found
 
@@ -199,7 +200,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """Gradients of the whole batch, for parameters without per-sample terms."""
         roots = [tape.parameters[name].tensor for name in names]
-        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
+        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
     def measure_backprops(
@@ -290,20 +291,20 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        fine = look([_is_finite(own) for _, own in found])
-        finite = list(itertools.compress(found, fine))
+        sums = [own.tensors() for _, own in found]
+        fine = iter(have_finite_sums([x for own in sums for x in own]))
+        finite = list(itertools.compress(found, [False not in [next(fine) for _ in own] for own in sums]))
         for kind in dict.fromkeys(type(leaf) for leaf, _ in finite):
             alike = [(leaf, own) for leaf, own in finite if type(leaf) is kind]
             kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
-def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term:
-    """The term, told apart where its backprops are entries of one of the vectors `noise`, none of them twice."""
+def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:
+    """The term, told apart where its backprops are entries of vectors with the memory `noise`, none of them twice."""
     if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
     b = term.b
-    is_repeated = any(n > 1 and not step for n, step in zip(b.shape, b.stride(), strict=True))
-    is_sent = not is_repeated and _memory(b) in map(_memory, noise)
+    is_sent = _memory(b) in noise and all(n < 2 or step for n, step in zip(b.shape, b.stride(), strict=True))
     is_copy = lambda v: v.numel() == b.numel() and torch.equal(v.to(b).flatten(), b.flatten())
     return replace(term, independent=True) if is_sent or any(map(is_copy, copied)) else term
 
@@ -313,11 +314,6 @@ def _memory(x: Tensor) -> int:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.untyped_storage().data_ptr()
-
-
-def _is_finite(statistics: BlockStatistics) -> Tensor:
-    """A flag (): whether all sums are finite."""
-    return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
 
 
 def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -339,11 +335,11 @@ def _measured(
 
 def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
     """The uses with the names of their parameters, and how many uses of these came before."""
-    before = Counter[frozenset[str]]()
+    numbers: dict[frozenset[str], int] = {}
     found = []
     for use in tape.uses:
-        found.append(((use.names, before[use.names]), use))
-        before[use.names] += 1
+        number = numbers[use.names] = numbers.get(use.names, -1) + 1
+        found.append(((use.names, number), use))
     return found
 
 
@@ -353,6 +349,7 @@ def _difference(known: Layout, other: Layout) -> tuple[bool, ...]:
     return (known.dim != other.dim, *is_other, known.outer != other.outer and known.inner != other.inner)
 
 
+@functools.lru_cache
 def _is_open(shape: tuple[int, ...], count: int) -> bool:
     """Whether sizes leave open which axis of a use holds the samples: it is not the first, or not the only one."""
     found = list(candidate_axes(shape, count))

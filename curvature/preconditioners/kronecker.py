@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature import kronecker
-from curvature.preconditioners.block import Block, Due, grouped, relative_change
+from curvature.preconditioners.block import Block, Due, change, grouped, relative
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -75,10 +75,12 @@ class KroneckerBlock(Block):
         return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        if not all(self.scheme.accepts(t) for t in terms):
-            return None
         here, found = self.scheme, self.statistics(self.scheme, samples=samples)
-        for reading, parts in here.readings(terms).items():
+        try:
+            readings = here.readings(terms)
+        except ValueError:  # read in another form than before
+            return None
+        for reading, parts in readings.items():
             moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(reading.activation_side, moment), number
             found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
@@ -141,17 +143,18 @@ class KroneckerBlock(Block):
         news = [own.factors(1 / own.samples) for _, own in seen]
         traces = [_traces(block.sides, new) for (block, _), new in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], traces, [b.debiased_weight(decay) for b, _ in seen])
-        for (block, _), new, weight in zip(seen, news, weights, strict=True):
-            block._average(new, weight)
+        moved = [block for block, _ in seen if block.sides is not None]
+        changes = [block._average(*own) for (block, _), *own in zip(seen, news, weights, strict=True)]
+        drifts = relative(itertools.chain(*changes)).split(2) if moved else ()
+        for block, drift in zip(moved, drifts, strict=True):
+            block.drift = drift
 
-    def _average(self, new: kronecker.Product, weight: float | Tensor) -> None:
+    def _average(self, new: kronecker.Product, weight: float | Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Update the average; the `change` of both sides, if there were any."""
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
-        rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
-        if self.sides is not None:
-            pairs = zip(self.sides, (rows, columns), strict=True)
-            self.drift = torch.stack([relative_change(one.compared(), other.compared()) for one, other in pairs])
-        self.row_side, self.column_side = rows, columns
+        self.row_side, self.column_side = now = [side.averaged(own, weight) for side, own in zip(new, old, strict=True)]
         self.updates += 1
+        return [change(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
     @property
     def is_ready(self) -> bool:

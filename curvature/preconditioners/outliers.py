@@ -45,9 +45,9 @@ class OutlierFilter:
         for where in dict.fromkeys(map(place, old)):
             alike = [k for k in old if place(k) == where]
             far = _are_far([filters[k] for k in alike], [traces[k] for k in alike])
-            kept = (~far).to(where[0]).unbind()
+            kept = torch._foreach_mul((~far).to(where[0]).unbind(), [weights[k] for k in alike])
             for k, is_far, weight in zip(alike, far.unbind(), kept, strict=True):
-                own, found[k] = filters[k], weight * weights[k]
+                own, found[k] = filters[k], weight
                 own.closed, own.count = is_far, is_far.int() if own.count is None else own.count + is_far
         return found
 

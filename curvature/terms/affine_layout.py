@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,12 +29,12 @@ class AffineLayout:
     sizes: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def dimension(self) -> int:
         """Number of entries."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    @property
+    @cached_property
     def sides(self) -> tuple[int, int, int]:
         """Sizes (g, o, i), the bias among the inputs."""
         return self.groups, self.outputs, self.dimension // (self.groups * self.outputs)

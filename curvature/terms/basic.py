@@ -87,8 +87,8 @@ class OuterProduct:
         """What each place adds to the `inner_products`, (N, t)."""
         layout = AffineLayout((self.shape,), self.groups, self.outputs, self.sizes, self.order)
         weight = layout.to_matrices([vector.to(self.a.dtype).reshape(self.shape)])
-        moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ weight.mT
-        return moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3).mul_(self.b).sum((2, 3))
+        moved = torch.bmm(self.a.permute(2, 0, 1, 3).flatten(1, 2), weight.mT)
+        return moved.view(self.groups, *self.b.shape[:2], self.outputs).permute(1, 2, 0, 3).mul_(self.b).sum((2, 3))
 
     def transpose(self) -> OuterProduct:
         """The same term for the transpose of a matrix parameter."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
+from curvature.linalg import stack
 from optimizers.steps.layer_vector import at_least_single
 
 Sums = Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class OutputScale:
     def of(outputs: Sequence[Tensor]) -> Sums:
         """The sums of one pass for isotropic curvature, given its outputs (N, ...). Only finite entries count."""
         each = [_sums(x.detach()) for x in outputs]
-        squares, entries = (stack(column).sum() for column in zip(*each, strict=True))
+        squares, entries = each[0] if len(each) == 1 else (stack(column).sum() for column in zip(*each, strict=True))
         # to fill a tensor needs no wait, as a copy to the device does
         count = torch.full_like(squares, len(outputs[0]))
         return {"squares": squares, "numbers": torch.stack([count, entries])}
@@ -48,7 +48,7 @@ class OutputScale:
         if not sums:
             return
         first = sums["squares"]
-        numbers = [widen(x.reshape(-1).to(first.device)) for x in (first, sums["numbers"], *along.values())]
+        numbers = [x.reshape(-1).to(first.device) for x in (first, sums["numbers"], *along.values())]
         squares, count, entries, *found = torch.cat(numbers).tolist()
         if entries > 0 and math.isfinite(squares):
             self.rms = math.sqrt(squares / entries)

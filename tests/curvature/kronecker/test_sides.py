@@ -31,6 +31,7 @@ def test_a_side_is_its_lower_triangle(d: int, groups: int):
     lower = side[:, rows, columns]
     assert torch.equal(packed.entries.sort(1).values, lower.sort(1).values)
     assert torch.equal(packed.dense(), side.tril() + side.tril(-1).mT)
+    assert torch.equal(packed.lower().tril(), side.tril())
     assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2)) and (len(packed), packed.size) == (groups, d)
 
 
@@ -38,6 +39,7 @@ def test_a_side_is_its_lower_triangle(d: int, groups: int):
 def test_of_diagonal_blocks_nothing_else_is_kept(cut: tuple[int, ...]):
     side = symmetric(2, sum(cut))
     packed, expected = PackedSide.of(side, cut), torch.stack([torch.block_diag(*blocks_of(own, cut)) for own in side])
+    assert torch.equal(packed.lower().tril(), expected.tril())
     assert torch.equal(packed.dense(), expected) and packed.entries.shape == (2, sum(n * (n + 1) // 2 for n in cut))
     assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2))
 

@@ -283,6 +283,22 @@ def test_batches_that_are_not_finite_are_as_if_they_had_not_been(scales: tuple[f
             close(found, wanted)
 
 
+@pytest.mark.parametrize("numbers", [(0,), (-1,), (0, -1)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_sums_of_one_layer_that_are_not_finite_leave_out_that_layer(first: int, numbers: tuple[int, ...]):
+    model, xs = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double(), torch.randn(2, 6, 3).double()
+    factors = averaged(model, [xs[0]])
+    statistics = measure(factors, model, xs[1], normal_vectors(1))
+    bad, good = factors.blocks[first], factors.blocks[1 - first]
+    for number in numbers:
+        statistics.blocks[bad.names[0]].tensors()[number][0, 0, 0] = math.nan
+    before = [x.clone() for x in moments(bad)]
+    factors.update_average(statistics, 0.9)
+    assert all(map(torch.equal, moments(bad), before)) and bad.updates == 1 and good.updates == 2
+    for found, wanted in zip(moments(good), moments(averaged(model, list(xs)).blocks[1 - first]), strict=True):
+        close(found, wanted)
+
+
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (2, 2, 2)])
 def test_batches_that_are_added_up_are_one_batch(sizes: tuple[int, ...]):
     """Equal or not: each sample counts the same."""
