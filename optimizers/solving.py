@@ -28,8 +28,9 @@ class VectorSolver:
         whole = {b.names: b for b in ready if isinstance(b, KroneckerBlock) and b.names in layers}
         self.others = [b for b in ready if b.names not in whole]
         known = {name for b in self.others for name in b.names}
-        is_left = any(layer not in whole and not known.issuperset(layer) for layer in layers)
-        made = partial(_pieces, whole=whole, known=known, mean=mean_eigenvalue(ready if is_left else ()))
+        # whether a layer has no curvature; the mean eigenvalue that stands in changes with every renewal
+        self.left = any(layer not in whole and not known.issuperset(layer) for layer in layers)
+        made = partial(_pieces, whole=whole, known=known, mean=mean_eigenvalue(ready if self.left else ()))
         families = enumerate(layout.families)
         self.pieces: list[list[Piece]] = [
             [piece for k, family in itertools.islice(families, len(run)) for piece in made(k, family)]
