@@ -1,7 +1,8 @@
 """Whether the samples of a batch meet inside the model: attention along the batch, features centred over it, graphs.
 
 The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
-one of its samples stand in for all samples of the other part. All passes draw the same random numbers. The parameters
+one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
+they go where it goes, and find out how many are let in there. All passes draw the same random numbers. The parameters
 are moved a little, since a gate that is zero lets nothing through.
 """
 
@@ -24,6 +25,7 @@ from curvature.recording import ModelState, RandomState, Tape, map_tensors, move
 
 log = logging.getLogger("curvature")
 STEP = 0.05  # by how much parameters move, beside their own size
+MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 
 
 @dataclass
@@ -37,6 +39,19 @@ class Verdicts:
 
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
+
+    def of(self, tape: Tape) -> str | None:
+        """Where samples meet, if that is known of such passes."""
+        return "" if tape.steps <= self.apart else self.meeting.get(tape.steps)
+
+    def keep(self, tape: Tape, where: str) -> None:
+        if len(self.apart) + len(self.meeting) > MOST_STEPS:  # numbers that are others in every pass
+            self.apart.clear()
+            self.meeting.clear()
+        if where:
+            self.meeting[tape.steps] = where
+        else:
+            self.apart |= tape.steps
 
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
@@ -63,20 +78,16 @@ def require_apart(batch: Batch, tape: Tape) -> None:
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by three forward passes from where the recorded one began, and remembered. It is asked again at another shape
-    of the input, and where a pass calls functions in an order that is new: a flag or a hook may mix samples now.
+    Found by four forward passes from where the recorded one began, and remembered. It is asked again at another shape
+    of the input, and where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
+    samples now.
     """
     shapes = MEETING.setdefault(batch.model, {})
     known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
-    if tape.steps <= known.apart:
-        return ""
-    where = known.meeting.get(tape.steps)
+    where = known.of(tape)
     if where is None:
         where = _found(batch, tape.start) if batch.count > 1 else ""
-        if where:
-            known.meeting[tape.steps] = where
-        else:
-            known.apart |= tape.steps
+        known.keep(tape, where)
     return where
 
 
@@ -111,7 +122,7 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
 
 def _parts(count: int, is_scattered: bool) -> list[Tensor]:
-    """The samples in two parts, drawn or one after the other, each in order.
+    """The samples in two parts, drawn or one after the other, each in order; and the last sample.
 
     The first and the last sample are apart, for models that turn the batch round. The sizes have no divisor in common
     with that of the batch: wherever groups of one size meet, one of them is divided.
@@ -121,7 +132,7 @@ def _parts(count: int, is_scattered: bool) -> list[Tensor]:
         drawn = torch.Generator().manual_seed(0)
         order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
     size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
-    return [order[:size].sort().values, order[size:].sort().values]
+    return [order[:size].sort().values, order[size:].sort().values, order[-1:]]
 
 
 def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:

@@ -53,8 +53,9 @@ class RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.tape.functions.append(func)
-        tensors = tensors_in(*args, *kwargs.values())
+        numbers: list[Any] = [func]
+        tensors = tensors_in(*args, *kwargs.values(), numbers=numbers)
+        self.tape.functions.append(tuple(numbers))
         if func in CONVERSIONS:
             tensors = tensors[:1]
         if func in NOTED:
