@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,19 +36,24 @@ class Verdicts:
     Attributes:
         apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
         meeting: by the steps of a pass, the module in which they do.
+        asked: the tape of the last pass that was asked about.
     """
 
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
+    asked: weakref.ref[Tape] | None = None
 
     def of(self, tape: Tape) -> str | None:
-        """Where samples meet, if that is known of such passes."""
+        """Where samples meet, if that is known of such passes: not where data say which samples meet in this one."""
+        if tape.may_move_samples and (self.asked is None or self.asked() is not tape):
+            return None
         return "" if tape.steps <= self.apart else self.meeting.get(tape.steps)
 
     def keep(self, tape: Tape, where: str) -> None:
         if len(self.apart) + len(self.meeting) > MOST_STEPS:  # numbers that are others in every pass
             self.apart.clear()
             self.meeting.clear()
+        self.asked = weakref.ref(tape)
         if where:
             self.meeting[tape.steps] = where
         else:
@@ -79,24 +85,28 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
     Found by four forward passes from where the recorded one began, and remembered. It is asked again at another shape
-    of the input, and where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
-    samples now.
+    of the input; where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
+    samples now; and of every pass in which data may say which samples meet: by three passes, at the parameters as they
+    are.
     """
     shapes = MEETING.setdefault(batch.model, {})
     known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
     where = known.of(tape)
     if where is None:
-        where = _found(batch, tape.start) if batch.count > 1 else ""
+        is_new = not tape.steps <= known.apart
+        where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
         known.keep(tape, where)
     return where
 
 
 @full_precision()
-def _found(batch: Batch, start: ModelState | None) -> str:
+def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
+    moves = _noise(batch.model) if is_new else []
     for is_scattered in [False] if batch.is_uneven else [True, False]:
+        parts = _parts(batch.count, is_scattered)
         try:
-            with moved(_noise(batch.model)):
-                return _compared(batch, start or ModelState(batch.model), _parts(batch.count, is_scattered))
+            with moved(moves):
+                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:2])
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""

@@ -150,10 +150,12 @@ class Tape:
         reductions: tensors that depend on data, with the sum or mean of all their entries.
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
+        counts: whether it counts along the samples, as experts do that take a number of them.
     """
 
     graph: tuple[Any, ...] | None = ()
     start: ModelState | None = None
+    counts: bool = False
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()
@@ -170,6 +172,11 @@ class Tape:
     def steps(self) -> frozenset[Any]:
         """Pairs of `functions` that the pass called one after the other, once it is over."""
         return frozenset(pairwise([None, *self.functions]))
+
+    @property
+    def may_move_samples(self) -> bool:
+        """Whether the data may say where samples go, or which of them go there."""
+        return self.graph is None or self.counts
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.

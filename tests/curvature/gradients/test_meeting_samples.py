@@ -262,6 +262,28 @@ def test_an_index_by_which_samples_meet_in_a_later_batch(function):
         FUNCTIONS[function](model, nn.CrossEntropyLoss(), alone, y)
 
 
+def by_capacity_of_tokens(m, x):
+    """Two tokens for each sample; an expert takes N of all tokens."""
+    tokens = x.reshape(-1, 2)
+    sent = F.one_hot((tokens[:, 0] > 0).long(), 2)
+    taken = (sent * (sent.cumsum(dim=0) <= N)).to(x)
+    h = torch.einsum("ne,neo->no", taken, torch.stack([m.c(tokens).tanh(), m.c(tokens).sin()], 1))
+    return m.b(h.unflatten(0, (-1, 2)).sum(1))
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_experts_that_are_full_in_a_later_batch(function):
+    """In the first one each sample sends as many tokens to one expert as to the other: so do copies of it."""
+    model, x, y = prepared(lambda: Raw(by_capacity_of_tokens, c=nn.Linear(2, 5), b=nn.Linear(5, 3)))
+    even, full = x.clone(), x.clone()
+    even[:, ::2] = torch.tensor([1.0, -1.0])
+    full[:, ::2] = torch.tensor([1.0, -1.0]) * torch.tensor([1.0, 0, 1, 0, 1, 0])[:, None] + 0.5
+    for _ in range(2):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), even, y)
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            FUNCTIONS[function](model, nn.CrossEntropyLoss(), full, y)
+
+
 def test_a_loop_of_another_length_is_not_asked_again():
     """It is the same functions one after the other."""
 
