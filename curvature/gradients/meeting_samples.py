@@ -63,6 +63,13 @@ class Verdicts:
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
 
 
+UNSTEADY = (
+    "model: two passes over the same batch differ, from the same buffers and random numbers of torch: its forward pass "
+    "depends on something else, such as a counter or random numbers of NumPy. Keep that in a buffer, with which every "
+    "pass begins as it was, or let it rest (in model.eval(), for example)"
+)
+
+
 class SamplesMeet(ValueError):
     """The output of a sample depends on the other samples of its batch."""
 
@@ -88,6 +95,9 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     of the input; where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
     samples now; and of every pass in which data may say which samples meet: by three passes, at the parameters as they
     are.
+
+    Raises:
+        ValueError: passes over one and the same batch differ, so that none tells of another.
     """
     shapes = MEETING.setdefault(batch.model, {})
     known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
@@ -95,6 +105,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if where is None:
         is_new = not tape.steps <= known.apart
         where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
+        if where == UNSTEADY:
+            raise ValueError(UNSTEADY)
         known.keep(tape, where)
     return where
 
@@ -119,10 +131,13 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
     cases = [(kept, *_without_others(batch, kept)) for kept in parts]
     output, end = run(batch)
+    everything = torch.arange(batch.count, device="cpu")
     for kept, other, places in cases:
         found, other_end = run(other)
         if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
             continue
+        if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
+            return UNSTEADY
         if not end.differs(other_end.states):
             before = _outputs_of_modules(batch, kept, run)
             return _first_that_differs(before, _outputs_of_modules(other, places, run)) or "model"

@@ -304,6 +304,24 @@ def test_a_loop_of_another_length_is_not_asked_again():
         )
 
 
+def counting(m, x):
+    m.count += 1
+    return m.b(m.a(x).tanh() * (1 + m.count / 100))
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_a_forward_pass_that_counts(function):
+    """With a plain number no two passes are alike, whatever the samples do; a buffer begins anew."""
+    model, x, y = prepared(lambda: Raw(counting, **layers()))
+    model.count = 0
+    with pytest.raises(ValueError, match=r"model: two passes over the same batch differ.*counter.*buffer"):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    del model.count
+    model.register_buffer("count", torch.zeros(()))
+    FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    assert not model.count
+
+
 class OwnLoss(nn.Module):
     """As the classifiers of transformers."""
 
