@@ -121,8 +121,8 @@ def _sums_to(
 ) -> Tensor:  # fmt: skip
     """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses, ()."""
     floor = floor.to(expected.norm())
-    if not terms:
-        return expected.norm() <= floor
+    if not terms:  # what no function reads that torch shows
+        return expected.norm() == 0
     weights = weights.to(floor)
     scale = (norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - expected).norm()

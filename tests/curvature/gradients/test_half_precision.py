@@ -53,7 +53,7 @@ def two_change_places() -> nn.Module:
 
 
 def hidden_weight(scale: float) -> nn.Module:
-    """Its gradient is this share of the others, about: more than rounding, less than a hundred roundings."""
+    """Its gradient is this share of the others, about."""
     run = lambda m, x: m.plain(x) + scale * Hidden.apply(x, m.w)
     return Raw(run, plain=nn.Linear(4, 3), w=nn.Parameter(torch.randn(4, 3)))
 
@@ -83,6 +83,8 @@ def is_right(make: Any, precision: Any, seed: int, count: int = 5) -> bool:
         (sorted_samples, "autocast"),
         (partial(hidden_weight, 0.1), torch.bfloat16),  # autocast does not see it
         (partial(hidden_weight, 0.03), torch.float16),
+        (partial(hidden_weight, 0.005), torch.bfloat16),
+        (partial(hidden_weight, 1e-6), torch.float32),
     ],
 )
 def test_wrong_terms_are_not_taken_for_rounding(make: Any, precision: Any) -> None:
