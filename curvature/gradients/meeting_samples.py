@@ -1,7 +1,8 @@
 """Whether the samples of a batch meet inside the model: attention along the batch, features centred over it, graphs.
 
 The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
-one of its samples stand in for all samples of the other part. All passes draw the same random numbers. The parameters
+one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
+they go where it goes, and find out how many are let in there. All passes draw the same random numbers. The parameters
 are moved a little, since a gate that is zero lets nothing through.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +26,7 @@ from curvature.recording import ModelState, RandomState, Tape, map_tensors, move
 
 log = logging.getLogger("curvature")
 STEP = 0.05  # by how much parameters move, beside their own size
+MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 
 
 @dataclass
@@ -33,13 +36,38 @@ class Verdicts:
     Attributes:
         apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
         meeting: by the steps of a pass, the module in which they do.
+        asked: the tape of the last pass that was asked about.
     """
 
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
+    asked: weakref.ref[Tape] | None = None
+
+    def of(self, tape: Tape) -> str | None:
+        """Where samples meet, if that is known of such passes: not where data say which samples meet in this one."""
+        if tape.may_move_samples and (self.asked is None or self.asked() is not tape):
+            return None
+        return "" if tape.steps <= self.apart else self.meeting.get(tape.steps)
+
+    def keep(self, tape: Tape, where: str) -> None:
+        if len(self.apart) + len(self.meeting) > MOST_STEPS:  # numbers that are others in every pass
+            self.apart.clear()
+            self.meeting.clear()
+        self.asked = weakref.ref(tape)
+        if where:
+            self.meeting[tape.steps] = where
+        else:
+            self.apart |= tape.steps
 
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
+
+
+UNSTEADY = (
+    "model: two passes over the same batch differ, from the same buffers and random numbers of torch: its forward pass "
+    "depends on something else, such as a counter or random numbers of NumPy. Keep that in a buffer, with which every "
+    "pass begins as it was, or let it rest (in model.eval(), for example)"
+)
 
 
 class SamplesMeet(ValueError):
@@ -63,29 +91,34 @@ def require_apart(batch: Batch, tape: Tape) -> None:
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by three forward passes from where the recorded one began, and remembered. It is asked again at another shape
-    of the input, and where a pass calls functions in an order that is new: a flag or a hook may mix samples now.
+    Found by four forward passes from where the recorded one began, and remembered. It is asked again at another shape
+    of the input; where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
+    samples now; and of every pass in which data may say which samples meet: by three passes, at the parameters as they
+    are.
+
+    Raises:
+        ValueError: passes over one and the same batch differ, so that none tells of another.
     """
     shapes = MEETING.setdefault(batch.model, {})
     known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
-    if tape.steps <= known.apart:
-        return ""
-    where = known.meeting.get(tape.steps)
+    where = known.of(tape)
     if where is None:
-        where = _found(batch, tape.start) if batch.count > 1 else ""
-        if where:
-            known.meeting[tape.steps] = where
-        else:
-            known.apart |= tape.steps
+        is_new = not tape.steps <= known.apart
+        where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
+        if where == UNSTEADY:
+            raise ValueError(UNSTEADY)
+        known.keep(tape, where)
     return where
 
 
 @full_precision()
-def _found(batch: Batch, start: ModelState | None) -> str:
+def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
+    moves = _noise(batch.model) if is_new else []
     for is_scattered in [False] if batch.is_uneven else [True, False]:
+        parts = _parts(batch.count, is_scattered)
         try:
-            with moved(_noise(batch.model)):
-                return _compared(batch, start or ModelState(batch.model), _parts(batch.count, is_scattered))
+            with moved(moves):
+                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:2])
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""
@@ -98,10 +131,13 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
     cases = [(kept, *_without_others(batch, kept)) for kept in parts]
     output, end = run(batch)
+    everything = torch.arange(batch.count, device="cpu")
     for kept, other, places in cases:
         found, other_end = run(other)
         if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
             continue
+        if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
+            return UNSTEADY
         if not end.differs(other_end.states):
             before = _outputs_of_modules(batch, kept, run)
             return _first_that_differs(before, _outputs_of_modules(other, places, run)) or "model"
@@ -111,7 +147,7 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
 
 def _parts(count: int, is_scattered: bool) -> list[Tensor]:
-    """The samples in two parts, drawn or one after the other, each in order.
+    """The samples in two parts, drawn or one after the other, each in order; and the last sample.
 
     The first and the last sample are apart, for models that turn the batch round. The sizes have no divisor in common
     with that of the batch: wherever groups of one size meet, one of them is divided.
@@ -121,7 +157,7 @@ def _parts(count: int, is_scattered: bool) -> list[Tensor]:
         drawn = torch.Generator().manual_seed(0)
         order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
     size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
-    return [order[:size].sort().values, order[size:].sort().values]
+    return [order[:size].sort().values, order[size:].sort().values, order[-1:]]
 
 
 def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:

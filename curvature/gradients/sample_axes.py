@@ -9,13 +9,13 @@ flattened tokens, windows and sequence-first models come out right without being
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_host, widest
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_host, widen, widest
 from curvature.recording import Tape
 
 ENTRIES = 512  # of a backprop, that are looked at first
@@ -102,6 +102,44 @@ def reproduce(
         if b is not None and bw is not None
     ]
     return all(map(bool, to_host(flags)))
+
+
+def are_coarse(backprops: Sequence[Tensor | None]) -> bool:
+    """Whether some are in half precision, whose rounding is as large as what random weights may differ by."""
+    return _coarsest(backprops) > torch.finfo(torch.float32).eps
+
+
+def follow(
+    layouts: Sequence[Sequence[Layout]], backprops: Sequence[Tensor | None], count: int,
+    send: Callable[[Tensor], Sequence[Tensor | None]],
+) -> list[bool]:  # fmt: skip
+    """For each use, whether its layout, one or none, holds the samples in order; the host waits once.
+
+    The weights are 0, 1, 2 and 4: products with them do not round in any precision, so that backprops follow them bit
+    by bit, but for sums in an order that changes. Each pass takes one digit of the samples' numbers.
+
+    Args:
+        send: the backprops of losses with these weights (N,).
+    """
+    numbers, flags = torch.arange(count, device="cpu"), []
+    coarsest = _coarsest(backprops)
+    while numbers.any():
+        weights = numbers % 4
+        weights[weights == 3] = 4
+        for layout, b, bw in zip(layouts, backprops, send(weights), strict=True):
+            if b is None or bw is None or not layout:
+                flags.append(torch.ones((), dtype=torch.bool, device="cpu"))
+                continue
+            kind = torch.finfo(b.dtype)
+            underflow = 4 * kind.smallest_normal * kind.eps * b.numel() ** 0.5
+            flags.append(_error(layout[0], b, bw, weights) <= 2 * coarsest * widen(bw.norm()) + underflow)
+        numbers = numbers // 4
+    told = to_host(flags)
+    return [all(told[k :: len(layouts)]) for k in range(len(layouts))]
+
+
+def _coarsest(backprops: Sequence[Tensor | None]) -> float:
+    return max((float(torch.finfo(b.dtype).eps) for b in backprops if b is not None), default=0.0)
 
 
 def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:

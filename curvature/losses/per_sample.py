@@ -146,7 +146,17 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
     except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below
         _log_loop(name_of(loss), str(error))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
-    return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
+    try:
+        return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        try:
+            require_scalar(loss, loss(output.detach().clone(), target), "the batch")
+        except Exception:
+            raise error from None  # it takes neither
+        raise ValueError(
+            f"{name_of(loss)}: it takes the batch, but not one of its samples as a batch of one: {error}. If it "
+            "squeezes all axes of size one, squeeze(-1) leaves that of the samples alone"
+        ) from error
 
 
 def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
@@ -39,6 +40,7 @@ MAX_SIDE = 2048  # a larger side is kept as a sketch
 MOST_BYTES = 2**20  # of backprops that wait to be measured; layers of one form among them are measured together
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
+FUSED = " as one kernel, which is how it runs within torch.utils.checkpoint and on packed sequences"
 UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"
 
 Shapes = Sequence[tuple[int, ...]]  # of the parameters of a block
@@ -242,7 +244,8 @@ class BlockDiagonalCurvature(CurvatureStore):
         for name, node in todo.items():
             if name not in taken:
                 readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-                what = f"no Kronecker factors exist for {', '.join(readers)}" if readers else UNSEEN
+                fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
+                what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
                 reason = f"{what}; the diagonal of the curvature is used"
                 self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
 

@@ -29,7 +29,8 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
 CONVERSIONS = {Tensor.to, Tensor.type_as}  # what else they receive is an example of a type, and no data
-NOTED = {*LOSS_FUNCTIONS, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
+CUMULATIVE = {torch.cumsum, Tensor.cumsum}
+NOTED = {*LOSS_FUNCTIONS, *CUMULATIVE, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
 
 
 def _quietly(values: Iterable[Tensor]) -> Any:
@@ -53,8 +54,9 @@ class RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.tape.functions.append(func)
-        tensors = tensors_in(*args, *kwargs.values())
+        numbers: list[Any] = [func]
+        tensors = tensors_in(*args, *kwargs.values(), numbers=numbers)
+        self.tape.functions.append(tuple(numbers))
         if func in CONVERSIONS:
             tensors = tensors[:1]
         if func in NOTED:
@@ -81,9 +83,11 @@ class RecordingMode(TorchFunctionMode):
         return self._record(func, args, kwargs, tensors)
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-        """Enter what is no read of a parameter on the tape: losses, derivatives, layers that mix samples."""
+        """Enter what is no read of a parameter on the tape: losses, derivatives, layers that mix or count samples."""
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
+        elif func in CUMULATIVE:
+            self.tape.counts |= _counts(tensors[0], *args[1:2], *kwargs.values())
         elif func is torch.autograd.grad:
             self.tape.differentiates |= bool(kwargs.get("create_graph"))  # torch hands it over by name
         elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in tensors):
@@ -181,6 +185,11 @@ def record_call(tape: Tape, model: nn.Module, x: Any) -> Any:
     mode.mark_as_data(x)
     with mode:
         return call_model(model, x)
+
+
+def _counts(x: Tensor, dim: Any = 0, *more: Any) -> bool:
+    """Whether a cumulative sum is of marks, which have no gradient, and not along the last axis: that of experts."""
+    return not x.requires_grad and isinstance(dim, int) and x.ndim > 1 and dim % x.ndim < x.ndim - 1
 
 
 def _edge_of(out: Tensor) -> GradientEdge:

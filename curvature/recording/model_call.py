@@ -102,7 +102,13 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Run the model on a tensor or packed sequence, a tuple of positional or a dict of keyword arguments."""
     x = as_arguments(model, x)
     if isinstance(x, Mapping):
-        return model(**x)
+        try:
+            return model(**x)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
+            raise TypeError(f"{error}. {what}") from error
     return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
 
 

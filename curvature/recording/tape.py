@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 MOVES = {Tensor.to, Tensor.cuda}
 LEAVES = {type(None), bool, int, float, str}  # of most arguments that are no tensors
+ENDS = {0.0, 1.0}  # numbers at which a term vanishes; others may be new in every pass, and move nothing
 
 
 @dataclass(eq=False)
@@ -145,14 +146,16 @@ class Tape:
         differentiates: whether the model differentiates something in its forward pass, with ``create_graph=True``.
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
-        functions: all torch functions that the pass calls, in order.
+        functions: all torch functions that the pass calls, in order, each with the numbers among its arguments.
         reductions: tensors that depend on data, with the sum or mean of all their entries.
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
+        counts: whether it counts along the samples, as experts do that take a number of them.
     """
 
     graph: tuple[Any, ...] | None = ()
     start: ModelState | None = None
+    counts: bool = False
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()
@@ -162,13 +165,18 @@ class Tape:
         self.differentiates = False
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self.functions: list[Callable[..., Any]] = []
+        self.functions: list[tuple[Any, ...]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
 
     @cached_property
     def steps(self) -> frozenset[Any]:
-        """Pairs of functions that the pass called one after the other, once it is over."""
+        """Pairs of `functions` that the pass called one after the other, once it is over."""
         return frozenset(pairwise([None, *self.functions]))
+
+    @property
+    def may_move_samples(self) -> bool:
+        """Whether the data may say where samples go, or which of them go there."""
+        return self.graph is None or self.counts
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.
@@ -230,16 +238,21 @@ def is_sharded(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def tensors_in(*trees: Any) -> list[Tensor]:
-    """The tensors in arguments or results, through sequences and mappings."""
+def tensors_in(*trees: Any, numbers: list[Any] | None = None) -> list[Tensor]:
+    """The tensors in arguments or results, through sequences and mappings; appends what else is there to `numbers`."""
     found: list[Tensor] = []
     for tree in trees:
         if isinstance(tree, Tensor):
             found.append(tree)
         elif type(tree) in LEAVES:
-            continue
+            if numbers is not None:
+                numbers.append(None if type(tree) is float and tree not in ENDS else tree)
         elif isinstance(tree, list | tuple):
-            found += tensors_in(*tree)
+            found += tensors_in(*tree, numbers=numbers)
         elif isinstance(tree, Mapping):
-            found += tensors_in(*tree.values())
+            found += tensors_in(*tree.values(), numbers=numbers)
+        elif isinstance(tree, slice):
+            found += tensors_in(tree.start, tree.stop, tree.step, numbers=numbers)
+        elif numbers is not None and hasattr(tree, "tobytes"):  # of NumPy
+            numbers.append(tree.tobytes())
     return found

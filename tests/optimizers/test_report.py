@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.report import Row, table
@@ -52,3 +53,14 @@ def test_names_that_do_not_fit_have_lines_of_their_own():
     lines = table([Row([names[0]], "kronecker", "B 2x2, A 3x3", 1.5), Row([names[1]], "diagonal", reason="why")])
     assert lines[1] == names[0] and lines[2].split() == ["kronecker", "B", "2x2,", "A", "3x3", "1.50"]
     assert lines[3].split() == ["y.weight", "diagonal", "[1]"] and lines[4] == "[1] why"
+
+
+def test_a_recurrent_layer_within_a_checkpoint_says_why_it_has_no_factors():
+    model = Raw(lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(4, 3, batch_first=True), head=nn.Linear(3, 2))
+    opt = KFAC(model)
+    checkpoint(model, torch.randn(5, 2, 4), use_reentrant=False).square().mean().backward()
+    opt.step()
+    told = " ".join(opt.report().split())
+    assert (
+        "no Kronecker factors exist for lstm as one kernel, which is how it runs within torch.utils.checkpoint" in told
+    )

@@ -153,6 +153,29 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], tuple[Any, ...]]
 }
 
 
+class Wrapped(nn.Module):
+    """Around a model that takes a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.taken(*args, **kwargs)
+
+    def taken(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.inner(batch["image"])
+        return out
+
+
+def test_a_dict_for_a_model_that_says_nothing_of_its_arguments() -> None:
+    model, x, y = Wrapped(), torch.randn(2, 3), torch.tensor([0, 2])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'image'.*pass x=\(that dict,\)"):
+        curvature.per_sample_norms(model, LOSS, {"image": x}, y)
+    found = curvature.per_sample_norms(model, LOSS, ({"image": x},), y)
+    assert torch.equal(found, curvature.per_sample_norms(model.inner, LOSS, x, y))
+
+
 @pytest.mark.parametrize("as_pair", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_say_what_to_do(mistake: str, as_pair: bool) -> None:

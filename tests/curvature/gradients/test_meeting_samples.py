@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,100 @@ def test_a_hook_that_mixes_samples_after_the_first_call(name, function):
     call()
 
 
+NUMBERS = {
+    "a shift": (lambda x, k: x + x.roll(k, 0) - x.roll(0, 0), 0, 1),
+    "a gate": (lambda x, k: x + k * x.mean(0), 0.0, 0.1),
+    "a list": (lambda x, k: x + 0.5 * x[k], list(range(N)), [1, 0, *range(2, N)]),
+    "an array": (lambda x, k: x + 0.5 * x[k], np.arange(N), np.roll(np.arange(N), 1)),
+    "a slice": (lambda x, k: x + 0.5 * torch.cat([x[k:], x[:k]]), 0, 2),
+    "an axis": (lambda x, k: x - 0.5 * x.mean(dim=k, keepdim=True), 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_a_number_that_alone_mixes_samples(name, function):
+    """At the input, where no graph of autograd says it."""
+    mix, before, after = NUMBERS[name]
+    model, x, y = prepared(lambda: Raw(lambda m, x: m.b(m.a(mix(x, m.number)).tanh()), **layers()))
+    for model.number in (before, after, before):
+        call = lambda: FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+        if model.number is before:
+            call()
+        else:
+            with pytest.raises(ValueError, match="the output of a sample changes"):
+                call()
+
+
+def test_numbers_that_move_nothing_are_not_asked_about():
+    """Others for every batch, between the ends at which a term vanishes."""
+    model, x, y = prepared(lambda: Raw(lambda m, x: m.b(m.a(x).tanh() * m.scale), **layers()))
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    counts = []
+    for model.scale in (0.5, 0.25, 0.7):
+        curvature.per_sample_norms(model, nn.CrossEntropyLoss(), x, y)
+        counts.append(passes.count(False))
+    assert counts[0] and len(set(counts)) == 1
+
+
+def by_capacity(m, x):
+    """Mixture of two experts that take three samples each, the first that come; the others get nothing."""
+    sent = F.one_hot((x[:, 0] > 0).long(), 2)
+    taken = (sent * (sent.cumsum(0) <= m.capacity)).to(x)
+    return torch.einsum("ne,neo->no", taken, torch.stack([m.b(m.a(x).tanh()), m.b(m.a(x).sin())], 1))
+
+
+def by_index(m, x):
+    """Samples with a mark are centred among each other."""
+    h, marked = m.a(x), x[:, 0] > 0
+    return m.b(h.index_put((marked,), h[marked] - h[marked].mean(0)))
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_a_batch_in_which_no_expert_is_full(function):
+    model, x, y = prepared(lambda: Raw(by_capacity, **layers()))
+    model.capacity = N - 1
+    x[:, 0] = torch.tensor([1.0, -1] * (N // 2))
+    with pytest.raises(ValueError, match="the output of a sample changes"):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_an_index_by_which_samples_meet_in_a_later_batch(function):
+    model, x, y = prepared(lambda: Raw(by_index, **layers()))
+    x[:, 0] = -1
+    alone, all_marked = x.clone(), x.clone()
+    FUNCTIONS[function](model, nn.CrossEntropyLoss(), alone, y)
+    all_marked[:, 0] = 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            FUNCTIONS[function](model, nn.CrossEntropyLoss(), all_marked, y)
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), alone, y)
+
+
+def by_capacity_of_tokens(m, x):
+    """Two tokens for each sample; an expert takes N of all tokens."""
+    tokens = x.reshape(-1, 2)
+    sent = F.one_hot((tokens[:, 0] > 0).long(), 2)
+    taken = (sent * (sent.cumsum(dim=0) <= N)).to(x)
+    h = torch.einsum("ne,neo->no", taken, torch.stack([m.c(tokens).tanh(), m.c(tokens).sin()], 1))
+    return m.b(h.unflatten(0, (-1, 2)).sum(1))
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_experts_that_are_full_in_a_later_batch(function):
+    """In the first one each sample sends as many tokens to one expert as to the other: so do copies of it."""
+    model, x, y = prepared(lambda: Raw(by_capacity_of_tokens, c=nn.Linear(2, 5), b=nn.Linear(5, 3)))
+    even, full = x.clone(), x.clone()
+    even[:, ::2] = torch.tensor([1.0, -1.0])
+    full[:, ::2] = torch.tensor([1.0, -1.0]) * torch.tensor([1.0, 0, 1, 0, 1, 0])[:, None] + 0.5
+    for _ in range(2):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), even, y)
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            FUNCTIONS[function](model, nn.CrossEntropyLoss(), full, y)
+
+
 def test_a_loop_of_another_length_is_not_asked_again():
     """It is the same functions one after the other."""
 
@@ -203,10 +298,28 @@ def test_a_loop_of_another_length_is_not_asked_again():
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for model.times in (4, 9, 2, 4, 3):
         rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
-        assert passes.count(False) == 3
+        assert passes.count(False) == 4
         torch.testing.assert_close(
             rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
         )
+
+
+def counting(m, x):
+    m.count += 1
+    return m.b(m.a(x).tanh() * (1 + m.count / 100))
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+def test_a_forward_pass_that_counts(function):
+    """With a plain number no two passes are alike, whatever the samples do; a buffer begins anew."""
+    model, x, y = prepared(lambda: Raw(counting, **layers()))
+    model.count = 0
+    with pytest.raises(ValueError, match=r"model: two passes over the same batch differ.*counter.*buffer"):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    del model.count
+    model.register_buffer("count", torch.zeros(()))
+    FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    assert not model.count
 
 
 class OwnLoss(nn.Module):

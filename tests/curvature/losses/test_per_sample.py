@@ -336,6 +336,13 @@ def test_errors_of_the_loss_and_values_that_are_no_scalars():
     refuse("mine", lambda o, t: {}["mine"], randn(3, C), None, error=KeyError)
 
 
+def test_losses_that_do_not_take_a_single_sample():
+    squeezed = lambda o, t: F.binary_cross_entropy_with_logits(o.squeeze(), t)
+    output, target = randn(3, 1), torch.rand(3, dtype=torch.float64)
+    refuse(r"lambda>: it takes the batch, but not one of its samples.*squeeze\(-1\)", squeezed, output, target)
+    per_sample_losses(lambda o, t: F.binary_cross_entropy_with_logits(o.squeeze(-1), t), output, target, 3)
+
+
 def test_the_loop_is_logged_once_per_kind(caplog):
     class Branch(nn.Module):
         forward = staticmethod(branches)
