@@ -22,6 +22,11 @@ def from_its_state(loss: nn.Module) -> Any:
     return function
 
 
+def whose(loss: Any) -> Any:
+    """The module that `from_its_state` was given, or the loss itself."""
+    return loss.args[0] if isinstance(loss, partial) and loss.func is _call else loss
+
+
 def _call(loss: nn.Module, output: Any, target: Any) -> Tensor:
     """Meanwhile the modules have copies, which the graph may hold."""
     kept = [(vars(module), dict(vars(module))) for module in loss.modules()]
