@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from curvature.functional import own_functions
 from curvature.linalg import full_precision, hides_second_derivatives
+from curvature.losses.own_state import found_of
 from curvature.losses.per_sample import map_target, per_sample_losses
-from curvature.losses.remembered import found_of
 from curvature.losses.table import Loss, name_of
 
 log = logging.getLogger("curvature")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,17 +147,17 @@ def test_a_loss_of_a_tuple_is_asked_where_another_one_was_used_before() -> None:
 
 
 def test_a_loss_of_a_tuple_is_asked_once_for_each_shape() -> None:
-    model, calls = Raw(heads, a=nn.Linear(4, 3), b=nn.Linear(4, 3)), []
-    x, y = torch.randn(5, 4), torch.randn(5, 3)
-
-    def loss(o: Any, y: Tensor) -> Tensor:
-        calls.append(1)
-        return nll(o, y).mean()
-
+    model = Raw(heads, a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    x, y, loss = torch.randn(5, 4), torch.randn(5, 3), mock.Mock(side_effect=APART["mean"])
     for _ in range(2):
-        calls.clear()
-        curvature.per_sample_gradients(model, loss, x, y)
-    assert len(calls) == 2  # of all samples by vmap, and of one alone
+        loss.reset_mock()
+        curvature.per_sample_gradients(model, lambda o, y: loss(o, y), x, y)
+    assert loss.call_count > 2  # another loss
+    own = lambda o, y: loss(o, y)
+    for _ in range(2):
+        loss.reset_mock()
+        curvature.per_sample_gradients(model, own, x, y)
+    assert loss.call_count == 2  # of all samples by vmap, and of one alone
 
 
 def test_samples_that_meet_in_a_model_with_outputs_by_name_are_refused() -> None:
