@@ -29,7 +29,7 @@ FOUND: weakref.WeakKeyDictionary[Any, dict[Any, set[Any]]] = weakref.WeakKeyDict
 
 def from_its_state(loss: Any) -> Any:
     """The loss as a function of (output, target): each call begins with what it keeps now, and leaves it so."""
-    if not isinstance(loss, nn.Module) and next(_places(loss, set()), None) is None:
+    if _is_wrapped(loss) or not isinstance(loss, nn.Module) and _keeps_nothing(loss):
         return loss
     function: Any = partial(_call_module if isinstance(loss, nn.Module) else _call, loss)
     function.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
@@ -59,6 +59,18 @@ def _is_wrapped(loss: Any) -> bool:
     return isinstance(loss, partial) and loss.func in (_call, _call_module)
 
 
+def _keeps_nothing(function: Any) -> bool:
+    found = found_of(function)
+    if ASKED not in found and next(_places(function, set()), None) is None:
+        found.add(ASKED)
+    return ASKED in found and not _kept(found)
+
+
+def _kept(found: set[Any]) -> set[str]:
+    """Names of the variables that the first call has changed."""
+    return {key[1] for key in found if key[0] == KEEPS}
+
+
 def _package(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
@@ -81,11 +93,13 @@ def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
 def _call(loss: Any, output: Any, target: Any) -> Tensor:
     """Meanwhile the variables that it changes have copies; at the first call, all that it reads."""
     found = found_of(loss)
-    kept, is_first = {key[1] for key in found if key[0] == KEEPS}, ASKED not in found
+    kept, is_first = _kept(found), ASKED not in found
     if not is_first and not kept:
         result: Tensor = loss(output, target)
         return result
-    before = [(place, place.value) for place in _places(loss, set()) if is_first or place.name in kept]
+    places = list(_places(loss, set()))
+    objects = {id(own): (own, set(own)) for own in (place.holder for place in places) if _is_of_object(own)}
+    before = [(place, place.value) for place in places if is_first or place.name in kept]
     copies = [_copied(value) for _, value in before]
     parts = [_parts(own) for own in copies]
     try:
@@ -102,6 +116,10 @@ def _call(loss: Any, output: Any, target: Any) -> Tensor:
                 found.add((KEEPS, place.name))
             if place.value is not value:
                 place.put(value)
+        for attributes, names in objects.values():
+            for name in attributes.keys() - names:
+                found.add((KEEPS, name))
+                del attributes[name]
 
 
 @dataclass(frozen=True)
@@ -112,11 +130,15 @@ class Place:
     name: str
 
     @property
+    def is_entry(self) -> bool:
+        return isinstance(self.holder, dict)
+
+    @property
     def value(self) -> Any:
-        return self.holder[self.name] if isinstance(self.holder, dict) else self.holder.cell_contents
+        return self.holder.get(self.name) if self.is_entry else self.holder.cell_contents
 
     def put(self, value: Any) -> None:
-        if isinstance(self.holder, dict):
+        if self.is_entry:
             self.holder[self.name] = value
         else:
             self.holder.cell_contents = value
@@ -140,7 +162,7 @@ def _places(loss: Any, seen: set[int]) -> Iterator[Place]:
         around = [Place(cell, name) for name, cell in cells if _is_filled(cell)]
         around += [Place(loss.__globals__, name) for name in names if name in loss.__globals__]
         for place in around:
-            value, is_global = place.value, isinstance(place.holder, dict)
+            value, is_global = place.value, place.is_entry
             if _package(loss) not in OTHERS and not isinstance(value, FIXED):
                 yield place
             if isinstance(value, FunctionType | partial | MethodType):
@@ -166,9 +188,15 @@ def _names(code: CodeType) -> set[str]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        return cell.cell_contents is not cell
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return False
+    return True
+
+
+def _is_of_object(holder: Any) -> bool:
+    """Whether these are an object's attributes: not a cell, nor the variables of a file, to which warnings add some."""
+    return isinstance(holder, dict) and "__builtins__" not in holder
 
 
 def _copied(value: Any) -> Any:
