@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
-from curvature.functional import NORMS, ExactNorms, MixesSamples
-from curvature.linalg import contradicts_differences, full_precision, noise_floor, rounding_tolerance
+from curvature.functional import NORMS, ExactNorms, MixesSamples, own_functions
+from curvature.linalg import full_precision, hides_second_derivatives, noise_floor, rounding_tolerance
 from curvature.recording import (
     ModelState,
     graph_leaves,
     logits,
-    own_functions,
     preserve_state,
     unwrap_compiled,
     warn_once,
@@ -202,23 +201,16 @@ def _hide_derivatives(model: Callable[[Tensor], Any], x: Tensor) -> list[str]:
         normal = lambda shape: torch.randn(shape, generator=drawn, dtype=torch.float64, device="cpu")
         point, direction = x.detach().double(), normal(x.shape).to(x.device)
 
-        def outputs(step: float) -> tuple[Tensor, Tensor]:
-            y = (point + step * direction).requires_grad_()
+        def outputs(y: Tensor) -> Tensor:
             with state.again():
-                return y, _output(logits(double(y)), x)
+                return _output(logits(double(y)), x)
 
-        def near(step: float) -> tuple[Tensor, Tensor]:
-            y, u = outputs(step)
-            return (u * vector).sum().detach().to(x.device), _gradient(u * vector, y).detach()
-
-        y, u = outputs(0.0)
+        u = outputs(point.clone().requires_grad_())
         if not (names := own_functions([u])):
             return []
         vector = normal(u.shape).to(u.device)
-        slope = (_gradient(u * vector, y) * direction).sum()
-        size = float(point.norm().clamp(min=1.0) / direction.norm())
-        is_wrong = contradicts_differences(near, slope.detach(), _gradient(slope, y).detach(), size)
-        return names if is_wrong else []
+        along = lambda y: (outputs(y) * vector).sum().to(x.device)
+        return names if hides_second_derivatives(along, point, direction) else []
     except Exception as error:  # whatever a model raises that has no copy, or none in double precision
         log.info("laplacian: not compared with differences of gradients: %s", str(error).split("\n")[0])
         return []

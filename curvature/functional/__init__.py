@@ -4,15 +4,18 @@
 every read of a parameter can be recorded. `FORMULAS` gives norms, softmax, attention and others as formulas with
 correct derivatives of any order, `RECURRENT` recurrent layers as loops; the context `ExactNorms` runs norms as theirs,
 `AttentionInBlocks` attention without holding its scores, and `TwiceDifferentiable` bags of embeddings, too.
+`own_functions` names the functions in autograd's graph that torch does not know.
 """
 
 from curvature.functional.bags import chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.contexts import AttentionInBlocks, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
+from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions
 from curvature.functional.plain_forms import is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
     "AttentionInBlocks", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "RECURRENT", "TwiceDifferentiable",
-    "chosen_rows", "flat_bags", "is_checkpointed", "plain_form", "traceable_body", "weights_in_bags",
+    "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user", "own_functions", "plain_form",
+    "traceable_body", "weights_in_bags",
 ]  # fmt: skip

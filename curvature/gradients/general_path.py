@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.learning import differences
 from curvature.gradients.plans import Plan, keep_plan, signature_of
 from curvature.linalg import full_precision
-from curvature.losses import NoWeightedSum
+from curvature.losses import NoWeightedSum, found_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -61,8 +61,8 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
     """Terms of every parameter for an output that is no tensor, whose samples only the loss can find."""
+    _require_apart_in_loss(batch, output)
     if plan is None:
-        _require_apart_in_loss(batch, output)
         plan = Plan([], set(batch.parameters))
         keep_plan(batch.model, batch.key, signature_of(tape), plan)
     losses = losses_of_parts(batch, output) if state.drew_random() else None
@@ -98,27 +98,27 @@ def losses_of_parts(batch: Batch, output: Any) -> Tensor:
 def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     """Raise `NoWeightedSum` where a sample's part of the output gets another gradient from the batch than alone."""
     leaves: list[Tensor] = []
+    as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+    map_tensors(lambda t: leaves.append(widened(t)) if t.requires_grad else None, output)
+    found, key = found_of(batch.loss), ("weighted sum", batch.count, batch.dims, tuple(t.shape for t in leaves))
+    if key in found:
+        return
 
-    def leaf(t: Tensor) -> Tensor:
-        if not t.requires_grad:
-            return t
-        leaves.append(t.detach().requires_grad_())
-        return leaves[-1]
+    def at(point: Sequence[Tensor]) -> Any:
+        parts = iter(point)
+        cloned = lambda t: torch.view_as_complex(next(parts).clone()) if t.is_complex() else next(parts).clone()
+        return map_tensors(lambda t: cloned(t) if t.requires_grad else t, output)
 
-    apart, dim = map_tensors(leaf, output), batch.dims[1]
-    rows = lambda g: g.unflatten(dim, (batch.count, -1)).movedim(dim, 0).flatten(1).to(leaves[0].device)
     try:
-        whole, alone = (
-            torch.cat([rows(g) for g in torch.autograd.grad(loss, leaves, materialize_grads=True)], 1)
-            for loss in (batch.loss(apart, batch.y), losses_of_parts(batch, apart).sum())
-        )
+        whole = lambda point: batch.loss(at(point), batch.y)
+        alone = lambda point: losses_of_parts(batch, at(point))
+        shares_of_parts(batch.loss, leaves, batch.count, batch.dims[1], whole, alone)
+    except NoWeightedSum:
+        raise
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
-        return
-    share = (whole * alone).sum(1) / alone.square().sum(1).clamp(min=torch.finfo(alone.dtype).tiny)
-    off = (whole - share[:, None] * alone).norm(dim=1).amax()
-    if off > 10 * max(torch.finfo(whole.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5 * whole.norm():
-        raise NoWeightedSum(batch.loss, "a sample's part of the output has another gradient alone")
+    found.add(key)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from curvature.functional import own_functions
 from curvature.linalg import product_rounding, widen
-from curvature.recording import graph_dtypes, own_functions, warn_once
+from curvature.recording import graph_dtypes, warn_once
 
 log = logging.getLogger("curvature")
 ROWS_ELEMENTS = 1 << 26  # entries of the gradients that are made at once, of rows

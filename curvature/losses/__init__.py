@@ -17,7 +17,8 @@ from curvature.losses.injections import (
     sampled,
 )
 from curvature.losses.label_distributions import LabelDistribution, Prediction
-from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum
+from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum, shares_of_parts
+from curvature.losses.own_state import found_of
 from curvature.losses.per_sample import is_entrywise, per_sample_losses
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
@@ -33,7 +34,7 @@ from curvature.losses.table import (
 
 __all__ = [
     "Curved", "GaussianNLLLoss", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
-    "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact",
+    "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "is_torch_loss", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
-    "reduction_of", "require_weighted_sum", "resolve", "sampled",
+    "reduction_of", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

@@ -9,12 +9,13 @@ in which samples meet (contrastive losses, the root of a mean). Torch's losses h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from curvature.losses.own_state import PLAIN, found_of
 from curvature.losses.per_sample import is_in_closed_form, map_target, per_sample_losses, require_scalar, sample_masses
 from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
@@ -22,7 +23,8 @@ log = logging.getLogger("curvature")
 FAR_POINTS = 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
 MOST_CHECKED = 10_000
-PLAIN = str, float, int, bool, type(None)
+Point = Sequence[Tensor]  # the outputs of a model
+Losses = Callable[[Point], Tensor]
 
 
 class NoWeightedSum(ValueError):
@@ -113,30 +115,66 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     dtype = torch.promote_types(output.dtype, torch.float32)
     output = output.detach().to(dtype)
     copies = lambda: map_target(torch.clone, target)  # a loss may work in place
-    whole = lambda point: require_scalar(loss, loss(point.clone(), copies()), "a batch")
+    whole = lambda point: require_scalar(loss, loss(point[0].clone(), copies()), "a batch")
     if count == 1:
-        return whole(output).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(dtype)[None]
-    alone = lambda point: _alone(loss, point, target, count, output_dim, target_dim)
-    by_sample = lambda t: t.movedim(output_dim, 0).reshape(count, -1)
+        return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(dtype)[None]
+    alone = lambda point: _alone(loss, point[0], target, count, output_dim, target_dim)
+    return shares_of_parts(loss, [output], count, output_dim, whole, alone)
+
+
+def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Losses, alone: Losses) -> Tensor:
+    """`shares` of a loss of several outputs: a sample has one share in all that it has of them.
+
+    Args:
+        outputs: floating point tensors with N samples, or N * m rows, along axis `dim`, at least float32.
+        whole: from such outputs to the loss of the batch.
+        alone: to the samples' own losses (N,).
+    """
+    by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0]) for t in parts], 1)
     rows: list[tuple[Tensor, Tensor]] = []
-    empty = torch.zeros(count, dtype=torch.bool, device=output.device)  # 0/0: no term of the sample counts
-    for point in _points(output, count, output_dim):
+    first: tuple[Tensor, Point] | None = None
+    empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
+    for point in _points(outputs, count, dim):
         if len(rows) > 2 and bool((_is_known(rows) | empty).all()):
             break
-        (_, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
-        empty |= values.isnan()
-        if batch.isfinite().all():
-            rows.append((by_sample(batch), by_sample(slope.nan_to_num(0.0, 0.0, 0.0))))
+        try:
+            (value, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
+            first = (value, batch) if first is None else first
+        except Exception as error:  # of a matrix that is no longer positive definite, say, or a negative variance
+            if not rows or isinstance(error, NoWeightedSum):
+                raise
+            log.info("%s: not tried further away: %s", name_of(loss), error)
+            break
+        empty |= values.isnan().to(empty.device)
+        if all(g.isfinite().all() for g in batch):
+            rows.append((by_sample(batch), by_sample(slope).nan_to_num(0.0, 0.0, 0.0)))
     if not rows:
-        return output.new_zeros(count)
+        return outputs[0].new_zeros(count)
+    found, key = found_of(loss), ("repeats", tuple(t.shape for t in outputs), outputs[0].dtype)
     try:
-        return _quotients(loss, rows, empty)
-    except NoWeightedSum as error:
-        first, second = (_slope(whole, output)[1] for _ in range(2))
-        if torch.allclose(first, second, equal_nan=True):
-            raise
-        why = "two calls with the same arguments differ: it draws random numbers, or keeps something"
-        raise NoWeightedSum(loss, why) from error
+        result = _quotients(loss, rows, empty)
+    except NoWeightedSum:
+        _require_same(loss, first, whole, outputs)
+        raise
+    if key not in found:
+        _require_same(loss, first, whole, outputs)
+        found.add(key)
+    return result
+
+
+def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses, outputs: Point) -> None:
+    """Raise `NoWeightedSum` where the loss of a batch is another than at the first call, beyond rounding."""
+    assert first is not None
+    outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
+    again, (value, slope) = _slope(whole, outputs)[0], first
+    size = float(sum((g * x).abs().sum() for g, x in zip(slope, outputs, strict=True)))
+    close = 100 * torch.finfo(value.dtype).eps
+    if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
+        why = (
+            "two calls with the same arguments differ: it draws random numbers, or keeps something in an object; what "
+            "it keeps in attributes of an nn.Module is left as it was"
+        )
+        raise NoWeightedSum(loss, why)
 
 
 def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
@@ -148,31 +186,35 @@ def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, 
         raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
 
 
-def _points(output: Tensor, count: int, dim: int) -> Iterator[Tensor]:
-    """The output, two others made of the outputs of several samples, and some further away."""
+def _points(outputs: Point, count: int, dim: int) -> Iterator[Point]:
+    """The outputs, two others made of the outputs of several samples, and some further away."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda f: f(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
-    output = output.nan_to_num(0.0, 0.0, 0.0)
-    size = 1 + output.square().mean().sqrt()
-    yield output
-    is_zero = bool((output == 0).all())
-    for k in (1, 2):
-        # between outputs, and a little nearer to zero: probabilities and variances stay what they are
+    draw = lambda f, like: f(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
+    outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
+    yield outputs
+
+    def between(output: Tensor, k: int) -> Tensor:
+        """Between outputs, and a little nearer to zero: probabilities and variances stay what they are."""
+        if bool((output == 0).all()):
+            return 0.3 * draw(torch.randn, output)
         others = output.unflatten(dim, (count, -1)).roll(k, dim).flatten(dim, dim + 1)
-        point = output.lerp(others, 0.2 + 0.1 * k) * (1 - 0.2 * draw(torch.rand))
-        yield 0.3 * draw(torch.randn) if is_zero else point
+        return output.lerp(others, 0.2 + 0.1 * k) * (1 - 0.2 * draw(torch.rand, output))
+
+    for k in (1, 2):
+        yield [between(output, k) for output in outputs]
+    sizes = [1 + output.square().mean().sqrt() for output in outputs]
     for _ in range(FAR_POINTS):
-        yield output + 3 * size * draw(torch.randn)
+        yield [output + 3 * size * draw(torch.randn, output) for output, size in zip(outputs, sizes, strict=True)]
 
 
-def _slope(losses: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+def _slope(losses: Losses, point: Point) -> tuple[Tensor, Point]:
     """The losses at a point, and the gradient of their sum."""
-    point = point.detach().requires_grad_()
+    point = [part.detach().requires_grad_() for part in point]
     with torch.enable_grad():
         values = losses(point)
         if not values.requires_grad:
-            return values, torch.zeros_like(point)
-        (slope,) = torch.autograd.grad(values.sum(), point, materialize_grads=True)
+            return values, [torch.zeros_like(part) for part in point]
+        slope = torch.autograd.grad(values.sum(), point, materialize_grads=True, allow_unused=True)
     return values.detach(), slope
 
 

@@ -26,7 +26,17 @@ from torch import Tensor
 from curvature.linalg import symmetric_eigh
 from curvature.losses.likelihoods import Likelihood
 from curvature.losses.per_sample import per_sample_losses, sample_masses
-from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, name_of, reduction_of, resolve, unreduced
+from curvature.losses.second_derivatives import require_second_derivatives
+from curvature.losses.table import (
+    TORCH_LOSSES,
+    Loss,
+    TorchLoss,
+    is_torch_loss,
+    name_of,
+    reduction_of,
+    resolve,
+    unreduced,
+)
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
@@ -112,13 +122,13 @@ def output_curvature(
 
     The output is (N, ...), or (N*m, ...) with ``count`` = N. A likelihood needs the target only for weights.
     """
-    loss, row = _resolve(loss)
+    given, (loss, row) = loss, _resolve(loss)
     if row is not None and row.likelihood is not None:
         masses = term_masses(loss, output, target, count=count)
         unit = row.likelihood(loss, output)
         if is_expected or unit.is_hessian:
             return _of_likelihood(unit, masses, output, count)
-    return _by_differentiating(loss, row, output, target, count)
+    return _by_differentiating(given, row, output, target, count)
 
 
 def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> LinearMap:
@@ -139,6 +149,8 @@ def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Line
         losses = per_sample_losses(loss, point, target, count)
         if not losses.requires_grad:
             raise ValueError(f"{name_of(loss)} is not differentiable in the output")
+        if not is_torch_loss(resolve(loss)):
+            require_second_derivatives(loss, losses, output, target)
         # l_n depends on its own rows alone, so one backward pass serves all samples
         (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
     if not slope.requires_grad:  # linear

@@ -61,11 +61,11 @@ def resolve(loss: Loss) -> Loss:
     becomes `GaussianNLLLoss` of this module; another module of the user's, a function that leaves what it keeps as it
     is. Every other loss is returned unchanged.
     """
-    if isinstance(loss, types.FunctionType):
-        return MODULES.get(loss, loss)
+    if isinstance(loss, types.FunctionType) and loss in MODULES:
+        return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:
         return GaussianNLLLoss(loss)
-    return from_its_state(loss) if isinstance(loss, nn.Module) and not is_torch_loss(loss) else loss
+    return loss if is_torch_loss(loss) else from_its_state(loss)
 
 
 def is_torch_loss(loss: Loss) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.functional import own_functions
 from curvature.gradients import (
     Batch,
     are_adjoint,
@@ -32,7 +33,7 @@ from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import LayerRules, random_directions
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import ModelState, in_turn, moved, own_functions, tensors_in
+from curvature.recording import ModelState, in_turn, moved, tensors_in
 
 log = logging.getLogger("curvature")
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)

@@ -11,9 +11,7 @@ from curvature.recording.autograd_graph import (
     graph_dtypes,
     graph_functions,
     graph_leaves,
-    graph_nodes,
     graph_signature,
-    own_functions,
     require_exact_derivatives,
     tape_from_graph,
 )
@@ -42,7 +40,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
     "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_functions",
-    "graph_leaves", "graph_nodes", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors",
-    "moved", "own_functions", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
-    "tape_from_graph", "tensors_in", "trained_parameters", "unwrap_compiled", "warn_once",
+    "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
+    "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
+    "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

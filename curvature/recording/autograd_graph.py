@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
+from curvature.functional import graph_nodes, is_of_the_user
 from curvature.layers import RULES, RecordedCall
 from curvature.recording.tape import ParameterNode, Tape, Use
 
@@ -43,8 +43,6 @@ DATA_DEPENDENT = {
     "UnsafeMaskedIndex", "Gather", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Take", "TakeAlongDim",
     "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
 }  # fmt: skip
-OWN = f"{__name__.partition('.')[0]}."  # where functions are defined that leave samples where they are
-IN_CPP = "CppFunction"  # the type of nodes of functions that an extension brings
 # Second derivatives of kernels whose third derivatives are wrong.
 INEXACT = "LayerNormBackwardBackward0", "BatchNormBackwardBackward0"
 TENSOR = "a tensor"
@@ -117,11 +115,7 @@ def _may_move(node: Any, leaves: set[int]) -> bool:
     name = type(node).__name__.partition("Backward")[0]
     if name in DATA_DEPENDENT:
         return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
-    return _is_of_the_user(node)
-
-
-def _is_of_the_user(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(OWN)  # type: ignore[attr-defined]
+    return is_of_the_user(node)
 
 
 def require_exact_derivatives(result: GradientEdge) -> None:
@@ -137,13 +131,6 @@ def require_exact_derivatives(result: GradientEdge) -> None:
 def graph_functions(result: Tensor) -> tuple[type, ...]:
     """The functions of the graph of a result, each after its inputs."""
     return tuple(map(type, graph_nodes(result.grad_fn)))
-
-
-def own_functions(results: Iterable[Tensor]) -> list[str]:
-    """Names of the functions in the graphs of results that torch does not know, of the user's or of a library's."""
-    nodes = graph_nodes(*(result.grad_fn for result in results))
-    in_python = [type(node)._forward_cls.__name__ for node in nodes if _is_of_the_user(node)]  # type: ignore[attr-defined]
-    return list(dict.fromkeys([*in_python, *(node.name() for node in nodes if type(node).__name__ == IN_CPP)]))
 
 
 def graph_dtypes(results: Iterable[Tensor]) -> set[torch.dtype]:
@@ -169,25 +156,6 @@ def _setting(node: GraphNode, name: str) -> str:
         return ""  # it moves nothing, and may be another for every batch
     held = value if isinstance(value, tuple) else (value,)  # a tuple: the indices of an index function
     return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
-
-
-def graph_nodes(*last: GraphNode | None, until: GraphNode | None = None) -> list[GraphNode]:
-    """All nodes of the graphs that end in some, each after its inputs, in an order that only the graphs decide.
-
-    Neither `until` nor what is behind it alone is among them.
-    """
-    order: list[GraphNode] = []
-    seen = {until}
-    todo = [(node, False) for node in last if node is not None]
-    while todo:
-        node, is_done = todo.pop()
-        if is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            todo.append((node, True))
-            todo += [(step, False) for step, _ in node.next_functions if step is not None]
-    return order
 
 
 def graph_leaves(result: Tensor, beyond: Tensor | None = None) -> list[Tensor]:

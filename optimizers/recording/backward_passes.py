@@ -18,8 +18,8 @@ from torch._C._functorch import (
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from curvature.functional import graph_nodes
 from curvature.preconditioners import CurvatureStatistics
-from curvature.recording import graph_nodes
 from optimizers.recording.output_scale import Sums as OutputSums
 
 ALONG = "along"  # name of the sums `CurvatureStatistics.along`

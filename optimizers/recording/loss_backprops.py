@@ -22,7 +22,7 @@ from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
-from optimizers.recording.loss_masses import SampleFactors
+from optimizers.recording.loss_masses import Division, SampleFactors
 from optimizers.recording.model_outputs import as_real, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
 
@@ -49,6 +49,7 @@ class LossBackprops:
 
     def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
+        self.division = Division()
         self.discard()
 
     def listen(self, found: RecordedPass) -> None:
@@ -66,6 +67,10 @@ class LossBackprops:
     def discard(self) -> None:
         """Forget the passes since the last step."""
         raise NotImplementedError
+
+    def _scale_of_parts(self, scale: float) -> float:
+        """What the loss of each part was multiplied by, given what a loss is."""
+        return scale / self.division.by(scale)
 
     @property
     def has_arrived(self) -> bool:
@@ -144,6 +149,7 @@ class LayerBackprops(LossBackprops):
             return
         self._begin()
         factor = self.factors.of(places[0], output, gradient, arrival.found.count)
+        self.division.note(arrival if len(places) > 1 else None, places[0], output, gradient)
         if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and arrival.measured is not self.since:
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
@@ -232,7 +238,7 @@ class LayerBackprops(LossBackprops):
 
     def deliver(self, scale: Callable[[], float]) -> None:
         # passes that were measured before the scale was known are rescaled, and others with them
-        unit = 1.0 if self.measured or not self.arrived else scale()
+        unit = 1.0 if self.measured or not self.arrived else self._scale_of_parts(scale())
         for own in self.arrived:
             each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
             times = partial(_times, each)
@@ -243,11 +249,12 @@ class LayerBackprops(LossBackprops):
             self.passes.total.add_(Measured(measured, sums))
         for sent in self.measured:
             self.passes.total.add_(sent)
-        if self.measured and (rest := 1 / scale()) != 1:
+        if self.measured and (rest := 1 / self._scale_of_parts(scale())) != 1:
             self.passes.total.scale_vectors_(rest)
         self.discard()
 
     def _forget(self) -> None:
+        self.division.forget()
         self.is_old, self.since = False, object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
@@ -291,6 +298,7 @@ class LossRows(LossBackprops):
         self._forget()
 
     def _forget(self) -> None:
+        self.division.forget()
         self.is_old = False
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
@@ -316,6 +324,8 @@ class LossRows(LossBackprops):
         self.passes.begin(self.teams.discard)
         if self.is_old:
             self._forget()
+        part = found if len(found.outputs) == 1 else None
+        self.division.note(part, source, found.outputs[index], gradient)
         self.unit = unit if self.unit is None else self.unit
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
@@ -333,7 +343,7 @@ class LossRows(LossBackprops):
         if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
             rows = self.passes.total.curvature.rows
             samples = rows.samples if rows is not None and self.is_sum else 1
-            self.passes.total.scale_vectors_(samples**0.5 * self.unit / scale())
+            self.passes.total.scale_vectors_(samples**0.5 * self.unit / self._scale_of_parts(scale()))
         self.discard()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvature.recording import graph_nodes
+from curvature.functional import graph_nodes
 
 Shape = tuple[int, ...]
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.linalg import stack, to_host
 from curvature.losses import reduction_of, resolve
 from curvature.recording import warn_once
 from optimizers.recording.loss_graph import MeanOverClasses, Reading, Source, Unknown, read_loss
@@ -26,6 +27,54 @@ MEETING = (
     "empirical(): samples meet in the loss (%s), so that none has a gradient of its own: it is taken for a mean over "
     "samples all the same; inject=isotropic() needs no loss"
 )
+
+
+class Division:
+    """By how much a loop divides the losses of its backward passes before a step, where gradients at the logits tell.
+
+    Of k passes with a share of 1/k each, all samples together have a mean, and a sample's own loss is not divided. The
+    first pass of a step is not looked at, so that a step of one pass costs nothing, unless parts were seen before: the
+    last step of an epoch may have fewer.
+    """
+
+    def __init__(self) -> None:
+        self.known: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self.parts: list[tuple[object, Tensor | None]] = []  # and the sum of the masses of its rows, if it was found
+        self.is_open = False  # whether something is no part
+        self.rounding = 1e-4
+
+    def note(self, part: object | None, source: Source | None, output: Tensor, gradient: Tensor) -> None:
+        """A gradient is at the only output of the pass `part`; None for one of several outputs."""
+        if part is None or any(part is own for own, _ in self.parts):
+            self.is_open = True
+            return
+        share = None
+        if self.parts or self.known:
+            reading = read_loss(source)
+            rows = None
+            if isinstance(reading, MeanOverClasses) and reading.of == "logits":
+                weighted = MeanOverClasses(reading.classes, True, "logits")
+                rows = _masses_of_rows(weighted, output.detach(), gradient.detach())
+            self.is_open |= rows is None
+            self.rounding = max(self.rounding, 4 * torch.finfo(gradient.dtype).eps)
+            share = None if rows is None else rows.sum()
+        self.parts.append((part, share))
+
+    def by(self, scale: float) -> float:
+        """The divisor k, or 1; `scale` is what a GradScaler has multiplied the loss with."""
+        shares = [share for _, share in self.parts if share is not None]
+        if self.is_open or not shares:
+            return 1.0
+        (found,) = to_host([stack(shares) / scale])
+        for k in (len(self.parts), self.known or 1):
+            if bool(((found * k - 1).abs() <= self.rounding).all()):
+                self.known = k if k > 1 else None
+                return float(k)
+        return 1.0
 
 
 class SampleFactors:

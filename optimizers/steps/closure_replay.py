@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from curvature.functional import TwiceDifferentiable
+from curvature.functional import TwiceDifferentiable, own_functions
 from curvature.gradients import are_adjoint, changes_by_backward_passes
 from curvature.linalg import look, product_rounding, widen
-from curvature.recording import ModelState, map_tensors, own_functions, warn_once
+from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,129 @@ def test_samples_that_meet_in_the_loss_of_a_tuple_are_refused() -> None:
     for n in range(5):
         (expected,) = torch.autograd.grad(apart(model(x[n : n + 1]), None), model.a.weight)
         torch.testing.assert_close(rows[n], expected)
+
+
+def heads(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x), m.b(x).exp()
+
+
+def nll(o: Any, y: Any) -> Tensor:
+    """Of each sample, from a mean and a variance."""
+    return (o[1].log() + (o[0] - y).square() / o[1]).sum(1)
+
+
+CONTAINERS = {
+    "tuple": lambda o: o,
+    "list": list,
+    "dict": lambda o: {"mean": o[0], "variance": o[1]},
+    "nested": lambda o: ({"mean": o[0]}, [o[1]], len(o[0])),
+}
+UNPACKED = {
+    "tuple": lambda o: o,
+    "list": lambda o: o,
+    "dict": lambda o: (o["mean"], o["variance"]),
+    "nested": lambda o: (o[0]["mean"], o[1][0]),
+}
+MEETING = {
+    "root of a mean": lambda o, y: (o[0] - y).square().mean().sqrt(),
+    "root of a mean of likelihoods": lambda o, y: (nll(o, y) + 5).mean().sqrt(),
+    "logarithm of a mean": lambda o, y: (o[0] - y).square().mean().log(),
+    "a head in the scale of another": lambda o, y: (o[0] - y).square().sum() / o[1].detach().sum(),
+    "each head with its own": lambda o, y: (o[0] - y).square().mean().sqrt() + o[1].mean(),
+    "means in one, sums in the other": lambda o, y: (o[0] - y).square().mean() + o[1].square().sum(),
+}
+APART = {
+    "mean": lambda o, y: nll(o, y).mean(),
+    "sum": lambda o, y: nll(o, y).sum(),
+    "weighted": lambda o, y: (nll(o, y) * (y[:, 0] > 0)).sum() / (y[:, 0] > 0).sum().clamp(min=1),
+    "hinge": lambda o, y: (1 - o[0] * y).relu().mean() + o[1].mean(),
+    "one head": lambda o, y: (o[0] - y).square().mean(),
+    "at its minimum": lambda o, y: (o[0] - o[0].detach()).square().mean() + 0 * o[1].sum(),
+    "of a distribution": lambda o, y: -(torch.distributions.Normal(*o).log_prob(y) * (y[:, :1] > 0)).sum(),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("name", MEETING)
+def test_losses_that_scale_samples_by_the_others_are_refused_in_any_container(name: str, container: str) -> None:
+    pack, unpack = CONTAINERS[container], UNPACKED[container]
+    model = Raw(lambda m, x: pack(heads(m, x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no weighted sum of the losses of its samples"):
+            curvature.per_sample_gradients(model, lambda o, y: MEETING[name](unpack(o), y), x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("name", APART)
+def test_losses_of_several_outputs(name: str, container: str, dtype: torch.dtype) -> None:
+    pack, unpack = CONTAINERS[container], UNPACKED[container]
+    model = Raw(lambda m, x: pack(heads(m, x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).to(dtype)
+    torch.set_default_dtype(dtype)
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    loss = lambda o, y: APART[name](unpack(o), y)
+    for _ in range(2):
+        found = curvature.per_sample_gradients(model, loss, x, y)
+        for n in range(5):
+            parameters, value = dict(model.named_parameters()), loss(model(x[n : n + 1]), y[n : n + 1])
+            alone = torch.autograd.grad(value, list(parameters.values()), materialize_grads=True, allow_unused=True)
+            for k, g in zip(parameters, alone, strict=True):
+                torch.testing.assert_close(found[k][n], g)
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_losses_of_a_tuple_with_a_complex_part(is_root: bool) -> None:
+    model = Raw(lambda m, x: (m.a(x), torch.complex(m.a(x), m.b(x).exp())), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+
+    def loss(o: Any, y: Tensor) -> Tensor:
+        mean = (torch.view_as_real(o[1]) - y[:, :, None]).square().mean() + o[0].square().mean()
+        return mean.sqrt() if is_root else mean
+
+    if is_root:
+        with pytest.raises(ValueError, match="no weighted sum"):
+            curvature.per_sample_norms(model, loss, x, y)
+        return
+    found = curvature.per_sample_gradients(model, loss, x, y)["b.weight"]
+    for n in range(5):
+        (expected,) = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), model.b.weight)
+        torch.testing.assert_close(found[n], expected)
+
+
+def test_a_loss_of_a_tuple_is_asked_where_another_one_was_used_before() -> None:
+    """Also one that has changed."""
+
+    class Either(nn.Module):
+        is_root = False
+
+        def forward(self, o: Any, y: Tensor) -> Tensor:
+            value = (o[0] - y).square().mean()
+            return value.sqrt() if self.is_root else value
+
+    model, either = Raw(heads, a=nn.Linear(4, 3), b=nn.Linear(4, 3)), Either()
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    curvature.per_sample_gradients(model, APART["mean"], x, y)
+    with pytest.raises(ValueError, match="no weighted sum"):
+        curvature.per_sample_gradients(model, MEETING["root of a mean"], x, y)
+    curvature.per_sample_norms(model, either, x, y)
+    either.is_root = True
+    with pytest.raises(ValueError, match="no weighted sum"):
+        curvature.per_sample_norms(model, either, x, y)
+
+
+def test_a_loss_of_a_tuple_is_asked_once_for_each_shape() -> None:
+    model = Raw(heads, a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    x, y, loss = torch.randn(5, 4), torch.randn(5, 3), mock.Mock(side_effect=APART["mean"])
+    for _ in range(2):
+        loss.reset_mock()
+        curvature.per_sample_gradients(model, lambda o, y: loss(o, y), x, y)
+    assert loss.call_count > 2  # another loss
+    own = lambda o, y: loss(o, y)
+    for _ in range(2):
+        loss.reset_mock()
+        curvature.per_sample_gradients(model, own, x, y)
+    assert loss.call_count == 2  # of all samples by vmap, and of one alone
 
 
 def test_samples_that_meet_in_a_model_with_outputs_by_name_are_refused() -> None:
