@@ -228,9 +228,7 @@ def test_accumulated_batches_are_one(inject: str):
     opt.step()
     moved = flat(model) - before
     expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
-    # the loss's own gradient is that of half a loss
-    expected_of_half = along(torch.linalg.solve(damped(matrix / 4), gradient_of(model)))
-    torch.testing.assert_close(moved / moved.norm(), expected if inject == "exact" else expected_of_half)
+    torch.testing.assert_close(moved / moved.norm(), expected)
 
 
 def test_batch_norm():
