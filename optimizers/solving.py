@@ -59,16 +59,13 @@ def _pieces(number: int, family: Family, whole: Mapping[Layer, Any], known: set[
         if layers[0] in whole:
             yield _kronecker_piece([whole[layer] for layer in layers], number, at, family)
         elif known.issuperset(layers[0]):
-            yield partial(_named_piece, number, at, family)
+            yield partial(_named_piece, layers, family)
         else:
             yield partial(_scaled_piece, number, at, mean)
 
 
-def _named_piece(number: int, at: slice, family: Family, vector: LayerVector, known: Named) -> Tensor:
-    found = torch.empty_like(vector.rows[number][at])
-    views = [view[0] for row in found.split(1) for view in family.views(row)]
-    torch._foreach_copy_(views, [known[name] for layer in family.layers[at] for name in layer])
-    return found.view(-1)
+def _named_piece(layers: Sequence[Layer], family: Family, vector: LayerVector, known: Named) -> Tensor:
+    return family.joined([torch.stack([known[name] for name in names]) for names in zip(*layers, strict=True)])
 
 
 def _scaled_piece(number: int, at: slice, mean: Tensor, vector: LayerVector, known: Named) -> Tensor:
@@ -93,11 +90,9 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
 
     def rearranged(vector: LayerVector, known: Named) -> Tensor:
         rows = vector.rows[number][at]
-        x, found = here.to_matrices(family.views(rows)).to(dtype), torch.empty_like(rows)
+        x = here.to_matrices(family.split(rows)).to(dtype)
         u = inverse(x.reshape(-1, outputs, inputs), own=len(here.shapes) > 1).view_as(x)
-        for view, part in zip(family.views(found), here.from_matrices(u), strict=True):
-            view.copy_(part)
-        return found.view(-1)
+        return family.joined(here.from_matrices(u)).to(rows.dtype)
 
     return rearranged
 

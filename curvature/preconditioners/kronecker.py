@@ -106,7 +106,7 @@ class KroneckerBlock(Block):
     @property
     def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
-        is_matrix = all(len(shape) == 2 for shape in here.shapes) and here.groups == 1
+        is_matrix = here.groups == 1 and set(map(len, here.shapes)) == {2}
         return is_matrix and self.scheme.kinds[1 if here.order == (1, 0) else 0].is_diagonal
 
     @property

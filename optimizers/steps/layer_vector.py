@@ -47,13 +47,15 @@ class Family(NamedTuple):
             offset += width
         return found
 
-    def views(self, rows: Tensor) -> list[Tensor]:
-        """For each parameter those of n layers (n, *shape), in the memory of their rows (n, d)."""
-        step, start = rows.stride(0), rows.storage_offset()
-        return [
-            rows.as_strided((len(rows), *shape), (step, *strides), start + place)
-            for shape, strides, place in self.places
-        ]
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """For each parameter those of n layers (n, *shape), given their rows (n, d)."""
+        matrices, widths = rows.view(len(rows), self.rows, -1), [math.prod(shape) // self.rows for shape in self.shapes]
+        parts = zip(matrices.split_with_sizes(widths, 2), self.shapes, strict=True)
+        return [part.reshape(len(rows), *shape) for part, shape in parts]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`, flat."""
+        return torch.cat([part.reshape(len(part) * self.rows, -1) for part in parts], 1).view(-1)
 
 
 @dataclass(frozen=True, eq=False)
