@@ -211,8 +211,8 @@ class TrustRegionStep(StepRule):
         _bound_rows(context, found.u, state.trust, facts.sizes)
         decay_weights(context, layout)
         self._keep(context, found.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
-        slope = -sum(rate * slope for rate, slope in zip(rates, slopes, strict=True))
-        uncut = -size * sum(lr * slope for lr, slope in zip(lrs, slopes, strict=True))
+        slope = -sum([rate * slope for rate, slope in zip(rates, slopes, strict=True)])
+        uncut = -size * sum([lr * slope for lr, slope in zip(lrs, slopes, strict=True)])
         self.state = state._replace(slope=slope, uncut=uncut)
         return Outcome(loss, found.u, self._entry(renewal), renewal)
 
@@ -478,9 +478,8 @@ def within_trust(
     whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
     if layout.owners:  # parts of one block have options of their own, and are cut together
         lengths, whole = (_together(x, layout.owners) for x in (lengths, whole))
-    bound = lambda length, norm: min(size, trust * norm / length) if length else size
     return [
-        lr * bound(length, norm) if math.isfinite(length) else 0.0
+        lr * (min(size, trust * norm / length) if length else size) if math.isfinite(length) else 0.0
         for length, norm, lr in zip(lengths, whole, lrs, strict=True)
     ]
 
