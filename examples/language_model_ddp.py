@@ -7,6 +7,7 @@ loop is that of one process. On GPUs, "gloo" becomes "nccl" and the model goes t
 """
 
 import argparse
+import gc
 import math
 import time
 from pydoc_data.topics import topics
@@ -28,8 +29,7 @@ dist.init_process_group("gloo")
 rank, processes = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
 
-text = "\n".join(topics.values())
-characters = sorted(set(text))
+characters = sorted(set(text := "\n".join(topics.values())))
 tokens = torch.tensor([characters.index(c) for c in text])
 train_tokens, test_tokens = tokens[: -len(tokens) // 10], tokens[-len(tokens) // 10 :]
 
@@ -58,13 +58,11 @@ model = DistributedDataParallel(LanguageModel())
 opt = KFAC(model)
 draw = torch.Generator().manual_seed(rank)
 test_x, test_y = sequences(test_tokens, range(0, len(test_tokens) - CONTEXT - 1, 10 * CONTEXT))
-
 began = time.perf_counter()
 for step in range(1, STEPS + 1):
     x, y = sequences(train_tokens, torch.randint(len(train_tokens) - CONTEXT, (BATCH,), generator=draw))
     opt.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     opt.step()
     if rank == 0 and (step in (1, STEPS) or step % 50 == 0):
         with torch.no_grad():
@@ -77,4 +75,6 @@ dist.all_gather(copies, mine)
 if rank == 0:
     same = all(torch.equal(copies[0], other) for other in copies)
     print(f"{processes} processes end in {'the same' if same else 'DIFFERENT'} parameters, to the last bit")
+del model, opt
+gc.collect()  # threads of DistributedDataParallel that outlive the group may abort the process
 dist.destroy_process_group()
