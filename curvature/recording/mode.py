@@ -87,7 +87,7 @@ class RecordingMode(TorchFunctionMode):
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
         elif func in CUMULATIVE:
-            self.tape.counts |= _counts(tensors[0], *args[1:2], *kwargs.values())
+            self.tape.counts |= _counts(tensors[0], args[1] if len(args) > 1 else kwargs.get("dim"))
         elif func is torch.autograd.grad:
             self.tape.differentiates |= bool(kwargs.get("create_graph"))  # torch hands it over by name
         elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in tensors):
@@ -187,7 +187,7 @@ def record_call(tape: Tape, model: nn.Module, x: Any) -> Any:
         return call_model(model, x)
 
 
-def _counts(x: Tensor, dim: Any = 0, *more: Any) -> bool:
+def _counts(x: Tensor, dim: Any) -> bool:
     """Whether a cumulative sum is of marks, which have no gradient, and not along the last axis: that of experts."""
     return not x.requires_grad and isinstance(dim, int) and x.ndim > 1 and dim % x.ndim < x.ndim - 1
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvature
+from curvature.recording import Tape, record_call
 from support.cases.case import Raw
 from support.oracles import brute_force
 
@@ -348,3 +349,18 @@ def test_a_model_that_returns_its_own_loss():
         with pytest.raises(ValueError, match="loss: .*no attribute 'loss'.*pass the labels as y"):
             found = builder(model, loss, (data, None))
             found.to_dense()
+
+
+COUNTED = {
+    "by place": lambda x: x.cumsum(0),
+    "by name": lambda x: torch.cumsum(x, dim=0),
+    "after another argument": lambda x: torch.cumsum(x, dtype=torch.float32, dim=0),
+}
+
+
+@pytest.mark.parametrize("count", COUNTED)
+def test_counts_along_the_samples_are_seen_however_the_axis_is_given(count):
+    model = Raw(lambda m, x: m.b(m.a(x)) + COUNTED[count]((x > 0).long()).sum() * 0, **layers())
+    tape = Tape(model)
+    record_call(tape, model, torch.randn(4, 4))
+    assert tape.counts
