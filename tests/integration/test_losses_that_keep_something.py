@@ -1,8 +1,9 @@
-"""Functions that keep something in a closure, a global or an object: our calls leave no trace, and move no number."""
+"""Losses that keep something, in a closure, a global, an object or a module: our calls leave no trace in them."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial, wraps
@@ -257,3 +258,69 @@ def test_functions_that_read_parameters() -> None:
             alone = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), [model.weight, model.bias])
             torch.testing.assert_close(found["weight"][n], alone[0])
             torch.testing.assert_close(found["bias"][n], alone[1])
+
+
+class Logged(nn.Module):
+    """Keeps its parts, as for a log; `history` and `seen` are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history, self.seen = [torch.zeros(3)], torch.zeros(())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(o, y)
+        self.last = loss.detach()
+        self.history.append(o.detach())
+        self.seen += 1
+        self.calls += 1
+        return loss
+
+
+class Centred(nn.Module):
+    """With the moving mean of all outputs, in place or not: at each call from where it is."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, o: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(2 * (o - self.centre.clone()), y)
+        if self.in_place:
+            self.centre.mul_(0.9).add_(0.1 * o.detach().mean(0))
+        else:
+            self.centre = 0.9 * self.centre + 0.1 * o.detach().mean(0)
+        return loss
+
+
+def state_of(loss: nn.Module) -> dict[str, Any]:
+    return {k: copy.deepcopy(v) for k, v in vars(loss).items() if k[0] != "_"} | copy.deepcopy(dict(loss._buffers))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("make", [Logged, lambda: Centred(True), lambda: Centred(False)])
+def test_modules_that_keep_something(make: Any, name: str) -> None:
+    """They are left as they were, objects and values, and every sample is alone with what they kept before."""
+    model, loss, x, y = nn.Linear(4, 3), make(), torch.randn(5, 4), torch.randint(3, (5,))
+    loss(model(x), y)
+    before = vars(loss) | loss._buffers
+    values = state_of(loss)
+    for _ in range(2):
+        found = CALLS[name](model, loss, x, y)
+        now = vars(loss) | loss._buffers
+        assert now.keys() == before.keys() and all(now[k] is before[k] for k in now)
+        torch.testing.assert_close(state_of(loss), values, rtol=0, atol=0)
+        if name == "per_sample_gradients":
+            for n in range(5):
+                (expected,) = torch.autograd.grad(copy.deepcopy(loss)(model(x[n : n + 1]), y[n : n + 1]), model.weight)
+                torch.testing.assert_close(found["weight"][n], expected)
+    loss(model(x), y).backward()
+
+
+def test_a_loss_that_keeps_something_is_copied_with_its_operator() -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    G = curvature.gauss_newton(model, Centred(True), (x, y))
+    v = torch.ones(15)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(G)) @ v, G @ v)
+    torch.testing.assert_close(copy.deepcopy(G) @ v, G @ v)

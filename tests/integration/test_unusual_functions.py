@@ -1,9 +1,8 @@
-"""Functions that torch cannot differentiate twice, and losses and models that keep something."""
+"""Functions that torch cannot differentiate twice, and models that keep something."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -15,35 +14,10 @@ import curvature
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
+from support.odd.functions import Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
-
-
-class Sine(torch.autograd.Function):
-    """Autograd cannot differentiate its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0].cos()
-
-
-class SineByNumpy(Sine):
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return torch.from_numpy(g.detach().numpy() * ctx.saved_tensors[0].detach().cos().numpy())
-
-
-class SineWithDetachedGradient(Sine):
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g.detach() * ctx.saved_tensors[0].cos()
 
 
 UNDIFFERENTIATED = [Sine, SineByNumpy, SineWithDetachedGradient]
@@ -97,19 +71,6 @@ def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refu
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"autograd.Function \(Sine\)"):
             H @ torch.ones(15)
-
-
-class SineOfContext(torch.autograd.Function):
-    """What forward keeps in ctx has no graph: the second derivative is lost, and the Hessian stays symmetric."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.cos = x.cos()
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.cos
 
 
 class Kinked(torch.autograd.Function):
@@ -251,83 +212,6 @@ def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
         opt.step(closure)
     assert float(closure().detach()) < first
     assert "cannot differentiate the backward pass of Sine" in caplog.text
-
-
-class Logged(nn.Module):
-    """Keeps its parts, as for a log; `history` and `seen` are changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history, self.seen = [torch.zeros(3)], torch.zeros(())
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, o: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(o, y)
-        self.last = loss.detach()
-        self.history.append(o.detach())
-        self.seen += 1
-        self.calls += 1
-        return loss
-
-
-class Centred(nn.Module):
-    """With the moving mean of all outputs, in place or not: at each call from where it is."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-        self.register_buffer("centre", torch.zeros(3))
-
-    def forward(self, o: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(2 * (o - self.centre.clone()), y)
-        if self.in_place:
-            self.centre.mul_(0.9).add_(0.1 * o.detach().mean(0))
-        else:
-            self.centre = 0.9 * self.centre + 0.1 * o.detach().mean(0)
-        return loss
-
-
-def state_of(loss: nn.Module) -> dict[str, Any]:
-    return {k: copy.deepcopy(v) for k, v in vars(loss).items() if k[0] != "_"} | copy.deepcopy(dict(loss._buffers))
-
-
-CALLS = {
-    "per_sample_gradients": curvature.per_sample_gradients,
-    "per_sample_norms": curvature.per_sample_norms,
-    "check_gradients": curvature.check_gradients,
-    "gauss_newton": lambda *a: curvature.gauss_newton(*a) @ torch.ones(15),
-    "hessian": lambda *a: curvature.hessian(*a) @ torch.ones(15),
-    "kfac": curvature.kfac,
-    "empirical_fisher": lambda *a: curvature.empirical_fisher(*a).to_dense(),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("make", [Logged, lambda: Centred(True), lambda: Centred(False)])
-def test_losses_that_keep_something(make: Any, name: str) -> None:
-    """They are left as they were, objects and values, and every sample is alone with what they kept before."""
-    model, loss, x, y = nn.Linear(4, 3), make(), torch.randn(5, 4), torch.randint(3, (5,))
-    loss(model(x), y)
-    before = vars(loss) | loss._buffers
-    values = state_of(loss)
-    for _ in range(2):
-        found = CALLS[name](model, loss, x, y)
-        now = vars(loss) | loss._buffers
-        assert now.keys() == before.keys() and all(now[k] is before[k] for k in now)
-        torch.testing.assert_close(state_of(loss), values, rtol=0, atol=0)
-        if name == "per_sample_gradients":
-            for n in range(5):
-                (expected,) = torch.autograd.grad(copy.deepcopy(loss)(model(x[n : n + 1]), y[n : n + 1]), model.weight)
-                torch.testing.assert_close(found["weight"][n], expected)
-    loss(model(x), y).backward()
-
-
-def test_a_loss_that_keeps_something_is_copied_with_its_operator() -> None:
-    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
-    G = curvature.gauss_newton(model, Centred(True), (x, y))
-    v = torch.ones(15)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(G)) @ v, G @ v)
-    torch.testing.assert_close(copy.deepcopy(G) @ v, G @ v)
 
 
 def test_models_that_keep_their_features() -> None:

@@ -1,0 +1,46 @@
+"""Functions of the user's whose second derivative torch loses; `Sine` says so, if its gradient has a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class SineByNumpy(Sine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy(g.detach().numpy() * np.cos(ctx.saved_tensors[0].detach().numpy()))
+
+
+class SineWithDetachedGradient(Sine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.detach() * ctx.saved_tensors[0].cos()
+
+
+class SineOfContext(Sine):
+    """What forward keeps in ctx has no graph: the second derivative is lost, and the Hessian stays symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.cos = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.cos
