@@ -226,7 +226,7 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
                 log.info("laplacian: not compared with sample %d alone: %s", n, error)
                 return
             allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
-            if not state.drew_random() and (alone - u[n]).norm() > allowed:
+            if not state.random.differs() and (alone - u[n]).norm() > allowed:
                 raise ValueError(
                     f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "
                     "of its own"

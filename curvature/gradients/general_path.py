@@ -65,7 +65,7 @@ def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | N
     if plan is None:
         plan = Plan([], set(batch.parameters))
         keep_plan(batch.model, batch.key, signature_of(tape), plan)
-    losses = losses_of_parts(batch, output) if state.drew_random() else None
+    losses = losses_of_parts(batch, output) if state.random.differs() else None
     with state.again():
         return general_path_terms(batch, plan, plan.general, losses)
 

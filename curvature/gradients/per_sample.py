@@ -215,7 +215,7 @@ def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
     with preserve_state(batch.model) as state, torch.no_grad():
         batch.output()
-        return state.drew_random()
+        return state.random.differs()
 
 
 def sample_terms(batch: Batch) -> Terms:

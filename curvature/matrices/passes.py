@@ -171,7 +171,7 @@ class RecordedBatch:
     ) -> None:
         tape, output, self.change = recorded
         self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
-        self.random, self.one_pass = state.drew_random(), state.is_of_one_pass()
+        self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
         self.masses, self.number = masses, number
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
         require_independent_samples(tape)

@@ -15,8 +15,6 @@ from curvature.recording.autograd_graph import (
     require_exact_derivatives,
     tape_from_graph,
 )
-from curvature.recording.backprop_stream import stream_backprops
-from curvature.recording.compiled import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
 from curvature.recording.mode import record_call
 from curvature.recording.model_call import (
@@ -25,6 +23,7 @@ from curvature.recording.model_call import (
     RandomState,
     as_arguments,
     call_model,
+    force_eager,
     fresh_random_numbers,
     in_turn,
     is_within,
@@ -33,9 +32,10 @@ from curvature.recording.model_call import (
     moved,
     preserve_state,
     trained_parameters,
+    unwrap_compiled,
     warn_once,
 )
-from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
+from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, stream_backprops, tensors_in
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",

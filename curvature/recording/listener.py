@@ -9,16 +9,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from curvature.recording import compiled
 from curvature.recording.mode import RecordingMode
-from curvature.recording.model_call import trained_parameters
+from curvature.recording.model_call import (
+    force_eager,
+    force_eager_nonreentrant,
+    trained_parameters,
+    unwrap_compiled,
+)
 from curvature.recording.tape import Tape, tensors_in
 
 NO_CONTEXTS = ExitStack()
+COMPILED_FRAME = "compile_wrapper"  # the function in which torch runs what it has compiled
 
 
 @dataclass
@@ -28,6 +34,69 @@ class Call:
     frame: FrameType
     recorder: RecordingMode | None = None
     contexts: ExitStack = NO_CONTEXTS
+
+
+def running_frames() -> list[FrameType]:
+    """Those on the stack, the innermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def is_within_compiled() -> bool:
+    """Whether a compiled function is on the stack, also one that is forced to run as it was written."""
+    return any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
+
+
+class SubmoduleHooks:
+    """Hooks on submodules with parameters (a LightningModule calls these), until the model itself is called.
+
+    Args:
+        modules: all of the model but itself.
+        enter, leave: the model's own hooks.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        others = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        with_parameters = [m for m in others if next(m.parameters(), None) is not None]
+        self.modules = WeakSet(with_parameters)
+        self.last_called = ""  # since the last step
+        self.problem = ""  # why the calls since then do not show the model's output
+        self.handles = [
+            handle
+            for module in with_parameters
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            )
+        ]
+
+    def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Note a recorded pass of a submodule.
+
+        If it continues with what another submodule returned, neither output is the model's: a `problem` for whoever
+        needs that output.
+        """
+        if self.last_called and any(x.grad_fn is not None for x in inputs):
+            self.problem = (
+                f"{type(module).__name__}: called with the result of {self.last_called}, both outside a forward pass "
+                "of the model that the optimizer was given, so its output is not known; call them in its forward and "
+                "call that"
+            )
+        self.last_called = type(module).__name__
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self.last_called = self.problem = ""
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.modules = [], WeakSet()
+        self.forget()
 
 
 class Listener:
@@ -53,12 +122,14 @@ class Listener:
     ) -> None:
         self.model = weakref.ref(model)
         submodules = [module for module in model.modules() if module is not model] if inside else []
-        self.submodules = compiled.SubmoduleHooks(submodules, self.enter, self.leave)
+        self.submodules = SubmoduleHooks(submodules, self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Call] = []
-        self.is_wrapper = compiled.unwrap_compiled(model) is not model
+        self.is_wrapper = unwrap_compiled(model) is not model
         self.may_be_compiled = True
         self.missed = False  # whether a compiled pass went by since `expect`
+        # until the expected pass everything runs uncompiled: models call themselves, or compiled functions call them
+        self.eager, self.is_eager = ExitStack(), False
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -72,7 +143,12 @@ class Listener:
         self.may_be_compiled |= self.missed
         self.missed = False
         self.submodules.forget()
-        compiled.EAGER_REQUESTS.set(self, wanted and self.may_be_compiled and not self.is_wrapper)
+        wanted = wanted and self.may_be_compiled and not self.is_wrapper
+        if wanted and not self.is_eager:
+            self.eager.enter_context(force_eager())
+        elif not wanted:
+            self.eager.close()
+        self.is_eager = wanted
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -80,7 +156,7 @@ class Listener:
             return
         if not self._listens_to(module):
             return
-        if self.running and self.running[-1].frame not in compiled.running_frames():
+        if self.running and self.running[-1].frame not in running_frames():
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules.modules
         # a root that calls itself records once
@@ -89,14 +165,14 @@ class Listener:
         if tape is None:
             self.running.append(Call(sys._getframe(1)))
             return
-        recorder, contexts = RecordingMode(tape, compiled.unwrap_compiled(self.model())), ExitStack()
+        recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model())), ExitStack()
         self.running.append(Call(sys._getframe(1), recorder, contexts))
         if is_submodule:
             self.submodules.begin(module, list(tensors_in(args, kwargs)))
         else:
             self.submodules.remove()
-        self.may_be_compiled = compiled.is_within_compiled()
-        contexts.enter_context(compiled.force_eager_nonreentrant())
+        self.may_be_compiled = is_within_compiled()
+        contexts.enter_context(force_eager_nonreentrant())
         recorder.mark_as_data((args, kwargs))
         tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
         contexts.enter_context(recorder)
@@ -151,8 +227,8 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     chosen = None if parameters is None else trained_parameters(model, parameters)
-    tape = Tape(compiled.unwrap_compiled(model), chosen)
-    listener = Listener(compiled.unwrap_compiled(model), lambda: tape, lambda tape, output: None)
+    tape = Tape(unwrap_compiled(model), chosen)
+    listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:
         yield tape

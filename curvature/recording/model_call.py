@@ -1,4 +1,8 @@
-"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was."""
+"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was.
+
+A `TorchFunctionMode` records the forward pass, and compiled code does not enter it. Under
+``torch.compiler.set_stance("force_eager")`` compiled modules and functions run as they were written, and stay compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import copy
 import difflib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,17 +25,25 @@ from torch.distributions import Distribution
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
-
-from curvature.recording.compiled import force_eager_nonreentrant, unwrap_compiled
+from torch.utils import checkpoint
 
 TURNS = RLock()
 ORDER = " (the order is model, loss, data)"
+REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
 
 
 @cache
 def warn_once(message: str, *args: Any, logger: str = "curvature") -> None:
     """Log a warning once, however often its cause recurs."""
     logging.getLogger(logger).warning(message, *args)
+
+
+def unwrap_compiled(model: Any) -> Any:
+    """The module that ``torch.compile(module)`` was given; anything else as it is."""
+    dynamo = sys.modules.get("torch._dynamo")
+    while dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        model = model._orig_mod
+    return model
 
 
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
@@ -161,8 +174,9 @@ class RandomState:
     def now(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(_of(d).get_rng_state(*_index(d)) for d in self.devices)]
 
-    def differs(self, states: list[Tensor]) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self.states, states, strict=True))
+    def differs(self, states: list[Tensor] | None = None) -> bool:
+        """From other states, by default from those `now`: whether random numbers were drawn since."""
+        return any(not torch.equal(a, b) for a, b in zip(self.states, states or self.now(), strict=True))
 
     def restore(self, states: list[Tensor] | None = None) -> None:
         """Come back to it, or to other states that were `now`."""
@@ -246,13 +260,9 @@ class ModelState:
         ]
         self.random = RandomState(modules)
 
-    def drew_random(self) -> bool:
-        """Whether random numbers were drawn since, on the CPU or on the model's devices."""
-        return self.random.differs(self.random.now())
-
     def is_of_one_pass(self) -> bool:
         """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved."""
-        return self.drew_random() or not all(own.may_be_unchanged for own in self.buffers)
+        return self.random.differs() or not all(own.may_be_unchanged for own in self.buffers)
 
     def unchanged(self) -> list[Tensor] | None:
         """Flags (), all true if no random number was drawn and no buffer changed since; None if one surely has."""
@@ -296,15 +306,58 @@ def in_turn() -> Iterator[None]:
         yield
 
 
+# What contexts here have set and not yet undone. They need not end in the reverse order of their start: the garbage
+# collector may end one of them while another is active.
+ACTIVE_STANCES: list[Any] = []
+REPLACED_CHECKPOINTS: list[Any] = []  # the first is torch's own
+
+
 @contextmanager
-def _weights_made_anew() -> Iterator[None]:
-    """Inside ``parametrize.cached()`` all passes would share the graph of the weights, and others' parameters."""
-    before = parametrize._cache_enabled
-    parametrize._cache_enabled = 0
+def force_eager() -> Iterator[None]:
+    """Inside, compiled code runs as it was written. Does nothing as long as nothing was compiled in this process."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    stance = torch.compiler.set_stance("force_eager")
+    ACTIVE_STANCES.append(stance)
     try:
         yield
     finally:
-        parametrize._cache_enabled = before
+        ACTIVE_STANCES.remove(stance)
+        if stance.stance is _current_stance():  # do not end somebody else's
+            stance.__exit__(None, None, None)
+        for later in ACTIVE_STANCES:
+            if later.prev is stance.stance:
+                later.prev = stance.prev
+
+
+@contextmanager
+def force_eager_nonreentrant() -> Iterator[None]:
+    """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
+    with force_eager():
+        REPLACED_CHECKPOINTS.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
+        setattr(checkpoint, REENTRANT_CHECKPOINT, NonReentrantCheckpoint)
+        try:
+            yield
+        finally:
+            function = REPLACED_CHECKPOINTS.pop()
+            if not REPLACED_CHECKPOINTS:
+                setattr(checkpoint, REENTRANT_CHECKPOINT, function)
+
+
+class NonReentrantCheckpoint:
+    """Stands in for ``torch.utils.checkpoint.CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+def _current_stance() -> Any:
+    """The stance that is set; torch tells it only to whoever sets another."""
+    probe = torch.compiler.set_stance()
+    probe.__exit__(None, None, None)
+    return probe.prev
 
 
 @contextmanager
@@ -323,12 +376,15 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         named = () if trained is None else [(p, name in trained) for name, p in model.named_parameters()]
         changed = [(p, required) for p, required in named if p.requires_grad != required]
         attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
+        # inside `parametrize.cached()` all passes would share the graph of the weights, and others' parameters
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
         try:
             for p, required in changed:
                 p.requires_grad_(required)
-            with torch.enable_grad(), force_eager_nonreentrant(), _weights_made_anew():
+            with torch.enable_grad(), force_eager_nonreentrant():
                 yield state
         finally:
+            parametrize._cache_enabled = cached
             for p, required in changed:
                 p.requires_grad_(not required)
             state.restore()

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from torch.utils import checkpoint
 
-from curvature.recording.compiled import force_eager, force_eager_nonreentrant
+from curvature.recording.model_call import force_eager, force_eager_nonreentrant
 
 pytestmark = pytest.mark.fast
 
