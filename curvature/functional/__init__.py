@@ -11,11 +11,11 @@ from curvature.functional.bags import chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.contexts import AttentionInBlocks, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
 from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions
-from curvature.functional.plain_forms import is_checkpointed, plain_form, traceable_body
+from curvature.functional.plain_forms import PLAIN_FORMS, is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
-    "AttentionInBlocks", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "RECURRENT", "TwiceDifferentiable",
-    "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user", "own_functions", "plain_form",
-    "traceable_body", "weights_in_bags",
+    "AttentionInBlocks", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "PLAIN_FORMS", "RECURRENT",
+    "TwiceDifferentiable", "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user",
+    "own_functions", "plain_form", "traceable_body", "weights_in_bags",
 ]  # fmt: skip

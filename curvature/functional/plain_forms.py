@@ -49,14 +49,14 @@ PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
 def plain_form(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """The plain form of a fused function; None for other functions, for packed sequences, and for attention without a
-    learnt mask that samples share.
+    """The plain form of a fused function, if it runs in it: not packed sequences, nor attention without a learnt mask
+    that samples share.
 
-    None under activation checkpointing as well: the backward pass calls the fused function again and would take its
+    Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
     """
-    run = PLAIN_FORMS.get(function)
-    if run is None or is_checkpointed():
+    run = PLAIN_FORMS[function]
+    if is_checkpointed():
         return None
     if function is F.scaled_dot_product_attention:
         return run if _shares_learnt_mask(*args, **kwargs) else None

@@ -2,14 +2,21 @@
 
 In: a model, a loss and a batch, or values with their graph. Out: for every parameter the terms (`curvature.terms`) of
 each sample's gradient, exact. `per_sample` holds the public functions and the five steps behind them: record a forward
-pass, take each sample's own loss, find or learn a plan (`plans`, `learning`), make terms of the backprops
+pass, take each sample's own loss, find or learn a plan (`plans`), make terms of the backprops
 (`parameter_terms`), contract them. What no rule explains takes the `general_path`: vmap, or a loop over samples.
 """
 
-from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
-from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
+from curvature.gradients.data import (
+    digests,
+    either_form,
+    kind_of,
+    number_of_batches,
+    pairs,
+    require_order,
+    require_pairs,
+)
 from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
@@ -20,7 +27,6 @@ from curvature.gradients.jacobian_products import (
     complete_changes,
     output_changes,
 )
-from curvature.gradients.learning import differences, learn, single_sample_reference
 from curvature.gradients.meeting_samples import SamplesMeet, require_apart, where_samples_meet
 from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
 from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
@@ -32,9 +38,17 @@ from curvature.gradients.per_sample import (
     per_sample_norms_by_parameter,
     sample_terms,
 )
-from curvature.gradients.plans import Plan, kept_plan, record, require_independent_samples
+from curvature.gradients.plans import (
+    Plan,
+    differences,
+    kept_plan,
+    learn,
+    plan_beside_copy,
+    record,
+    require_independent_samples,
+    single_sample_reference,
+)
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
-from curvature.gradients.single_samples import plan_beside_copy
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "are_adjoint",

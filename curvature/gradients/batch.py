@@ -87,7 +87,7 @@ class Batch:
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
-        dims = _from_front(dims, model, x, y)
+        dims = _from_front(dims, model, x, y) if min(dims) < 0 else dims
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
             raise TypeError(
@@ -105,7 +105,9 @@ class Batch:
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{hint}")
         if isinstance(y, np.ndarray):
             raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
-        x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)
+        if any(t.is_inference() for t in tensors_in(x, y)):  # autograd may not keep these
+            with torch.inference_mode(False):
+                x, y = (map_tensors(lambda t: t.clone() if t.is_inference() else t, tree) for tree in (x, y))
         return Batch(model, loss, x, y, count, dims, chosen, bags)
 
     @cached_property
@@ -229,11 +231,3 @@ def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) ->
 
 def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
     return (output * vector).sum()
-
-
-def _for_autograd(t: Tensor) -> Tensor:
-    """A tensor that autograd may keep; those made in inference mode are copied."""
-    if not t.is_inference():
-        return t
-    with torch.inference_mode(False):
-        return t.clone()

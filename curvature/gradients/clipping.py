@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
+from curvature.gradients.data import either_form
 from curvature.gradients.per_sample import sample_terms
 from curvature.linalg import stack
 from curvature.losses import Loss

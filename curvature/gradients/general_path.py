@@ -23,8 +23,7 @@ from curvature.gradients.batch import Batch
 from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows
-from curvature.gradients.learning import differences
-from curvature.gradients.plans import Plan, keep_plan, signature_of
+from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision
 from curvature.losses import NoWeightedSum, found_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
@@ -46,17 +45,21 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
         recorded: the samples' losses (N,) of the recorded pass, if no other pass would be of the same function: it drew
             random numbers or moved buffers. Each sample's loss is then sent back through it.
     """
+    batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
+    rows: dict[str, Tensor] | None = None
     if recorded is not None:
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
-        return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
-    batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
-    rows, plan.loop = general_gradients(batch, names, plan.loop)
-    if not plan.loop:
-        with ModelState(batch.model).again():
-            alone = batch.sample(batch.count - 1).gradients()
-        if differences({k: g[-1] for k, g in rows.items()}, alone):
-            rows, plan.loop = general_gradients(batch, names, loop=True)
-    return {name: [DenseGradients(g)] for name, g in rows.items()}
+        rows = by_recorded_pass(batch, recorded)
+    else:
+        if not plan.loop and not batch.is_uneven:
+            rows = tried_by_vmap(lambda: by_vmap(batch))
+        if rows is not None:
+            with ModelState(batch.model).again():
+                alone = batch.sample(batch.count - 1).gradients()
+            if differences({k: g[-1] for k, g in rows.items()}, alone):
+                rows = None
+        plan.loop = rows is None
+    return {name: [DenseGradients(g)] for name, g in (by_loop(batch) if rows is None else rows).items()}
 
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
@@ -64,7 +67,7 @@ def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | N
     _require_apart_in_loss(batch, output)
     if plan is None:
         plan = Plan([], set(batch.parameters))
-        keep_plan(batch.model, batch.key, signature_of(tape), plan)
+        keep_plan(batch.model, batch.key, tape, plan)
     losses = losses_of_parts(batch, output) if state.random.differs() else None
     with state.again():
         return general_path_terms(batch, plan, plan.general, losses)
@@ -136,12 +139,6 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield from _leaves(inner)
 
 
-def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[str, Tensor], bool]:
-    """By vmap, or by the loop if asked for or where vmap fails; and whether it was the loop."""
-    found = None if loop or batch.is_uneven else tried_by_vmap(lambda: by_vmap(batch, names))
-    return (by_loop(batch, names), True) if found is None else (found, False)
-
-
 def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
     """What the call returns; None where it raises, as it does on an operation of the model without a batched form."""
     try:
@@ -151,14 +148,15 @@ def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
         return None
 
 
-def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:
-    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses; of a small graph some at a
-    time, if the rows add up to what one more pass gives for all."""
-    wanted = {k: p for k, p in batch.parameters.items() if k in names}
-    leaves, held = list(wanted.values()), max(1, graph_bytes([losses]))
+def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
+    """(N, *shape) for each parameter, by N backward passes of the graph of the samples' losses.
+
+    Of a small graph some at a time, if the rows add up to what one more pass gives for all.
+    """
+    wanted, held = batch.parameters, max(1, graph_bytes([losses]))
     at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // held
     eye = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-    back = partial(gradient_rows, losses, leaves)
+    back = partial(gradient_rows, losses, list(wanted.values()))
     if at_once > 1:
         parts = zip(*map(back, eye.split(at_once)), strict=True)
         found = {k: torch.cat(own) for k, own in zip(wanted, parts, strict=True)}
@@ -168,9 +166,9 @@ def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str,
     return {k: torch.cat(own) for k, own in zip(wanted, zip(*map(back, eye.split(1)), strict=True), strict=True)}
 
 
-def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
-    """(N, *shape) for each name; errors as for `over_samples`."""
-    wanted = {k: p.detach() for k, p in batch.parameters.items() if k in names}
+def by_vmap(batch: Batch) -> dict[str, Tensor]:
+    """(N, *shape) for each parameter; errors as for `over_samples`."""
+    wanted = {k: p.detach() for k, p in batch.parameters.items()}
     chunk = max(1, VMAP_ELEMENTS // max(1, sum(p.numel() for p in wanted.values())))
     return {k: g.detach() for k, g in over_samples(batch, grad, wanted, chunk).items()}
 
@@ -220,16 +218,15 @@ class RefuseNewData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
-    """(N, *shape) for each name, by N forward and backward passes of one sample."""
+def by_loop(batch: Batch) -> dict[str, Tensor]:
+    """(N, *shape) for each parameter, by N forward and backward passes of one sample."""
     rows, start = [], ModelState(batch.model)
     for n in range(batch.count):
         try:
             with start.again():
-                gradients = batch.sample(n).gradients()
+                rows.append(batch.sample(n).gradients())
         except Exception as error:
             raise RuntimeError(
-                f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"
+                f"{', '.join(sorted(batch.parameters))}: no per-sample rule, and sample {n} alone does not run: {error}"
             ) from error
-        rows.append({k: gradients[k] for k in names})
-    return {k: torch.stack([row[k] for row in rows]) for k in names}
+    return {k: torch.stack([row[k] for row in rows]) for k in batch.parameters}

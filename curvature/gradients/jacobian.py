@@ -15,9 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvature.functional import ExactNorms
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows
-from curvature.gradients.learning import learn
 from curvature.gradients.parameter_terms import precise_terms, zeros
-from curvature.gradients.plans import kept_plan
+from curvature.gradients.plans import kept_plan, learn
 from curvature.linalg import stack
 from curvature.recording import (
     Tape,

@@ -43,22 +43,6 @@ class Verdicts:
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
     asked: weakref.ref[Tape] | None = None
 
-    def of(self, tape: Tape) -> str | None:
-        """Where samples meet, if that is known of such passes: not where data say which samples meet in this one."""
-        if tape.may_move_samples and (self.asked is None or self.asked() is not tape):
-            return None
-        return "" if tape.steps <= self.apart else self.meeting.get(tape.steps)
-
-    def keep(self, tape: Tape, where: str) -> None:
-        if len(self.apart) + len(self.meeting) > MOST_STEPS:  # numbers that are others in every pass
-            self.apart.clear()
-            self.meeting.clear()
-        self.asked = weakref.ref(tape)
-        if where:
-            self.meeting[tape.steps] = where
-        else:
-            self.apart |= tape.steps
-
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
 
@@ -99,15 +83,26 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     Raises:
         ValueError: passes over one and the same batch differ, so that none tells of another.
     """
-    shapes = MEETING.setdefault(batch.model, {})
-    known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
-    where = known.of(tape)
-    if where is None:
-        is_new = not tape.steps <= known.apart
-        where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
-        if where == UNSTEADY:
-            raise ValueError(UNSTEADY)
-        known.keep(tape, where)
+    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    is_new = not tape.steps <= known.apart
+    # where data say where samples go, or which of them, they say who meets in this very pass
+    is_asked = known.asked is not None and known.asked() is tape
+    if is_asked or (tape.graph is not None and not tape.counts):
+        if not is_new:
+            return ""
+        if tape.steps in known.meeting:
+            return known.meeting[tape.steps]
+    where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
+    if where == UNSTEADY:
+        raise ValueError(UNSTEADY)
+    if len(known.apart) + len(known.meeting) > MOST_STEPS:  # numbers that are others in every pass
+        known.apart.clear()
+        known.meeting.clear()
+    known.asked = weakref.ref(tape)
+    if where:
+        known.meeting[tape.steps] = where
+    else:
+        known.apart |= tape.steps
     return where
 
 

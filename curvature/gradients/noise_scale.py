@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
-from curvature.gradients.data import pairs, require_pairs
+from curvature.gradients.data import either_form, pairs, require_pairs
 from curvature.gradients.per_sample import sample_terms
 from curvature.linalg import stack, widen
 from curvature.losses import Loss

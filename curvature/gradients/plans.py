@@ -1,19 +1,34 @@
-"""Plans: how the parameters of a model are explained at one shape of its inputs, and whether a kept one applies."""
+"""Plans: how the parameters of a model are explained at one shape of its inputs; kept, confirmed, or learnt.
+
+The axis of samples is found by experiment (`sample_axes`). Terms are checked against autograd in two ways: by their
+weighted sum, and by one sample run alone. A parameter that fails a check takes the general path.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.gradients.batch import Batch
+from curvature.gradients.derived_weights import Terms
+from curvature.gradients.parameter_terms import Backprops, precise_terms
+from curvature.gradients.sample_axes import are_coarse, find_layouts, follow
 from curvature.layers import Layout
-from curvature.linalg import full_precision
-from curvature.recording import ModelState, Tape, graph_signature, record_call
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host
+from curvature.recording import ModelState, Tape, Use, graph_signature, map_tensors, record_call, warn_once
+from curvature.terms import Term, contractions
+
+log = logging.getLogger("curvature")
+# the plain gradients of sample n, an index (1,), or None where there are none
+Reference = Callable[[Tensor], dict[str, Tensor] | None]
 
 
 @dataclass
@@ -43,11 +58,11 @@ def kept_plan(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
     return None if tape.graph is None else PLANS.get(model, {}).get((key, signature_of(tape)))
 
 
-def keep_plan(model: nn.Module, key: Any, signature: Signature, plan: Plan) -> None:
+def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
     """Keep it, and the last ones of other signatures: several kinds of passes may alternate."""
-    plans = PLANS.setdefault(model, {})
-    plans.pop((key, signature), None)
-    plans[key, signature] = plan
+    plans, own = PLANS.setdefault(model, {}), (key, signature_of(tape))
+    plans.pop(own, None)
+    plans[own] = plan
     for oldest in [own for own in plans if own[0] == key][:-MOST_KINDS]:
         del plans[oldest]
 
@@ -66,13 +81,17 @@ def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Pl
     start = start or ModelState(batch.model)
     kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
     is_expected = any(graph is not None for graph, *_ in kept)
-    with nullcontext() if is_expected else full_precision():
-        tape, output = _recorded(batch)
-    plan = kept_plan(batch.model, batch.key, tape)
-    if plan is None and is_expected:
+    while True:
+        with nullcontext() if is_expected else full_precision():
+            tape = Tape(batch.model, batch.parameters)
+            output = batch.for_loss(record_call(tape, batch.model, batch.x))
+        if isinstance(output, Tensor) and output.requires_grad:
+            tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
+        plan = kept_plan(batch.model, batch.key, tape)
+        if plan is not None or not is_expected:
+            break
+        is_expected = False
         start.restore()
-        with full_precision():
-            tape, output = _recorded(batch)
     tape.start = start
     if isinstance(output, Tensor) and not output.requires_grad:
         names = list(batch.parameters)
@@ -90,9 +109,174 @@ def require_independent_samples(tape: Tape) -> None:
         )
 
 
-def _recorded(batch: Batch) -> tuple[Tape, Any]:
-    tape = Tape(batch.model, batch.parameters)
-    output = batch.for_loss(record_call(tape, batch.model, batch.x))
-    if isinstance(output, Tensor) and output.requires_grad:
-        tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
-    return tape, output
+@full_precision()
+def learn(
+    model: nn.Module, key: Any, tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None
+) -> tuple[Plan, list[Tensor | None]]:
+    """The plan for a tape, and the backprops of the losses: a kept plan that these confirm, or a new one.
+
+    A new plan is kept unless its batch left a doubt (a sample without gradient does). The host waits once to confirm;
+    to learn, once for the axes and once for the checks.
+
+    Args:
+        losses: (N,), one for each sample.
+        reference: plain gradients of sample n, computed without the tape; None where there are none.
+        edge: where the backward pass of the losses begins, if their own graph does not say it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = 0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")
+    weights = to_device(weights.to(losses.dtype), losses.device)
+    outputs = [losses if edge is None else edge]
+    send = lambda weights: tape.gradients(outputs, [to_device(weights.to(losses.dtype), losses.device)])
+    backprops = [b if b is None or b.numel() else None for b in tape.gradients(outputs, [torch.ones_like(losses)])]
+    is_coarse, in_order = are_coarse(backprops), lambda layouts: follow(layouts, backprops, len(losses), send)
+    plan = PLANS.get(model, {}).get((key, signature_of(tape)))
+    if plan is not None:
+        known = plan.layouts
+        again = [] if is_coarse else find_layouts(backprops, send(weights), weights, known)[0]
+        reached = (own == found for own, found, b in zip(known, again, backprops, strict=True) if b is not None)
+        if all(in_order(known) if is_coarse else reached):
+            return plan, backprops
+    parameters = [node.tensor for node in tape.parameters.values()]
+    both = tape.gradients(outputs, [weights], also=parameters)
+    weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
+    layouts, are_certain = find_layouts(backprops, weighted, weights)
+    if is_coarse:
+        layouts = [own if good else [] for own, good in zip(layouts, in_order(layouts), strict=True)]
+    terms, failed = precise_terms(tape, backprops, layouts, set())
+    failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
+    _log_general(tape, failed)
+    plan = Plan(layouts, failed)
+    if are_certain:
+        keep_plan(model, key, tape, plan)
+    return plan, backprops
+
+
+def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
+    """The plain gradients of sample n run alone; None where another pass would
+    be of another function (`is_of_one_pass`), or for one that does not run on one sample."""
+
+    def reference(n: Tensor) -> dict[str, Tensor] | None:
+        try:
+            return None if one_pass else batch.sample(int(n)).gradients()
+        except Exception as error:
+            log.info("not compared with sample %d alone: %s", n, error)
+            return None
+
+    return reference
+
+
+def failures(
+    tape: Tape, terms: Terms, losses: Tensor, weights: Tensor, sums: Sequence[Tensor | None],
+    backprops: Backprops, reference: Reference,
+) -> set[str]:  # fmt: skip
+    """Names of the parameters whose terms are wrong; the host waits once, unless one is."""
+    low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
+    uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
+    floor = noise_floor(sums)
+    summed = {
+        name: torch.zeros_like(node.tensor) if g is None else g
+        for (name, node), g in zip(tape.parameters.items(), sums, strict=True)
+        if name in terms and name not in uneven
+    }
+    sums_to = lambda name, norms: _sums_to(terms[name], weights, summed[name], floor, low, norms)
+    flags = [sums_to(name, contractions.least_norms_squared) for name in summed]
+    n = losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax()[None]  # a sample that counts
+    alone = reference(n)
+    rows: dict[str, Tensor] = {}
+    if alone is not None:
+        one = {name: [t.samples(n.to(t.device)) for t in own] for name, own in terms.items() if own}
+        rows = {name: contractions.gradients(own)[0] for name, own in one.items()}
+        flags += agreements(rows, alone, low)
+    good = to_host(flags)
+    failed = {name for name, flag in zip(rows, good[len(summed) :], strict=True) if not flag}
+    doubtful = [name for name, flag in zip(summed, good, strict=False) if not flag]
+    failed |= {name for name in doubtful if not sums_to(name, contractions.norms_squared)}
+    if low > torch.finfo(torch.float32).eps ** 0.5:  # half precision hides that an axis is wrong for the others, too
+        failed |= {name for use in tape.uses if failed.intersection(use.names) for name in use.names}
+    return failed
+
+
+def _sums_to(
+    terms: list[Term], weights: Tensor, expected: Tensor, floor: Tensor, low: float,
+    norms_squared: Callable[[list[Term]], Tensor],
+) -> Tensor:  # fmt: skip
+    """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses, ()."""
+    floor = floor.to(expected.norm())
+    if not terms:  # what no function reads that torch shows
+        return expected.norm() == 0
+    weights = weights.to(floor)
+    scale = (norms_squared(terms) * weights.square()).sum().sqrt()
+    difference = (contractions.weighted_sum(terms, weights) - expected).norm()
+    return difference <= max(rounding_tolerance(expected), low) * scale + floor
+
+
+def differences(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
+    """Names whose gradients differ by more than rounding; kernels for one sample and for many round differently.
+
+    `low` is the root of the coarsest rounding inside the model, under autocast.
+    """
+    return [name for name, same in zip(rows, to_host(agreements(rows, expected, low)), strict=True) if not same]
+
+
+def agreements(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:
+    """For each name a flag (): whether rounding explains what the gradients differ by."""
+    floor = noise_floor(expected.values())
+    return [
+        (g - expected[name]).norm()
+        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor.to(g.real)
+        for name, g in rows.items()
+    ]
+
+
+def _log_general(tape: Tape, failed: set[str]) -> None:
+    """Log which parameters take the general path, and what reads them; once for the same parameters."""
+    readers = {
+        name: sorted({getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names})
+        for name in sorted(failed)
+    }
+    unseen = "an autograd.Function or the like"  # what torch does not let a mode see
+    names = ", ".join(f"{name} (used in {', '.join(functions) or unseen})" for name, functions in readers.items())
+    if names:
+        warn_once("no layer rule gives per-sample gradients of %s: computed exactly, but more slowly", names)
+
+
+@full_precision()
+def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
+    """The plan of a batch of one sample; None where none is found, as for a model that runs on one sample alone.
+
+    All entries are that sample's there, so nothing shows where a batch has samples. Terms would be right all the same,
+    but Kronecker factors need to know: a table of positions that all samples read has none. It shows in a batch of the
+    sample and its copy.
+    """
+    known = PLANS.get(batch.model, {}).get((batch.key, signature_of(tape)))
+    if known is not None or batch.is_uneven or tape.start is None:
+        return known
+    dim, key = batch.dims[0], (batch.key, "beside its copy")  # of samples that never meet, so for no other batch
+    twice = lambda t: torch.cat([t, t], dim) if t.ndim > dim and t.shape[dim] == 1 else t
+    two = replace(batch, x=map_tensors(twice, batch.x), count=2)
+    try:
+        with tape.start.again():
+            beside, output, _ = record(two)
+            probed = two.probe(output)
+            learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
+    except Exception as error:  # whatever a model raises that does not run on two samples
+        log.info("not compared with the sample beside its copy: %s", str(error).split("\n")[0])
+        return None
+    found = PLANS.get(batch.model, {}).get((key, signature_of(beside)))
+    if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:
+        return None
+    uses = zip(tape.uses, beside.uses, found.layouts, strict=True)
+    if not all(_is_twice(layouts, own, other) for own, other, layouts in uses):
+        return None
+    of_one = Plan([[own._replace(samples=1) for own in layouts] for layouts in found.layouts], found.general)
+    keep_plan(batch.model, batch.key, tape, of_one)
+    return of_one
+
+
+def _is_twice(layouts: Sequence[Layout], own: Use, other: Use) -> bool:
+    """Whether the outputs of two uses differ by the number of samples at most."""
+    expected = list(own.shape)
+    for layout in layouts:
+        expected[layout.dim] *= 2
+    return expected == list(other.shape)

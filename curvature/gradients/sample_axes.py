@@ -37,14 +37,18 @@ def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
 
 
 def find_layouts(
-    backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None], weights: Tensor
-) -> tuple[list[list[Layout]], bool]:
+    backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None], weights: Tensor,
+    known: Sequence[Sequence[Layout]] | None = None,
+) -> tuple[list[list[Layout]], bool]:  # fmt: skip
     """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
     With a single sample, whose entries they all are, all axes do, those of size one first. All are returned: the rule
     of the layer takes the first that holds none of its features, as it would with many samples. Candidates that would
     reproduce it without the noise floor come before others: gradients that vanish in a deep network have digits of
     their own.
+
+    Args:
+        known: the candidates of each use; None: `candidate_axes`.
 
     Returns:
         A list for each use, which is empty where no candidate does; and whether no other candidates do, of none (of a
@@ -53,7 +57,7 @@ def find_layouts(
     count, floor = len(weights), noise_floor(weighted)
     tried: list[list[Layout]] = []
     asked: list[Tensor] = []
-    for b, bw in zip(backprops, weighted, strict=True):
+    for k, (b, bw) in enumerate(zip(backprops, weighted, strict=True)):
         if b is None or bw is None:
             tried.append([])
             continue
@@ -64,8 +68,8 @@ def find_layouts(
             tried.append([Layout(dim, 1, 1, size) for dim, size in sizes])
             asked.append(size > allowed)
             continue
-        candidates = list(candidate_axes(tuple(b.shape), count))
-        if b.device.type == "cpu":  # elsewhere the host would wait
+        candidates = list(candidate_axes(tuple(b.shape), count) if known is None else known[k])
+        if known is None and b.device.type == "cpu":  # elsewhere the host would wait
             candidates = _plausible(candidates, b, bw, weights, allowed)
         tried.append(candidates)
         if tried[-1]:
@@ -87,21 +91,6 @@ def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
             near = 10 * min(error for error, _ in good) + rounding
             return [layout for error, layout in sorted(good, key=lambda pair: pair[0] > near)]
     return []
-
-
-def reproduce(
-    layouts: Sequence[Sequence[Layout]], backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None],
-    weights: Tensor,
-) -> bool:  # fmt: skip
-    """Whether these layouts, one or none for every use, reproduce the weighted backprops; the host waits once."""
-    floor = noise_floor(weighted)
-    flags = [
-        _error(layout, b, bw, weights) <= _allowed(bw.norm(), b, floor)
-        for at_use, b, bw in zip(layouts, backprops, weighted, strict=True)
-        for layout in at_use
-        if b is not None and bw is not None
-    ]
-    return all(map(bool, to_host(flags)))
 
 
 def are_coarse(backprops: Sequence[Tensor | None]) -> bool:

@@ -96,8 +96,25 @@ def _flatten_groups(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
     return x.reshape(len(x), *sizes)
 
 
+class _ContractionRule(Rule):
+    """A function that is an einsum of its arguments."""
+
+    def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
+        """Those of einsum, of each argument that is multiplied and of the output."""
+        raise NotImplementedError
+
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
+        if slot in self.bias_of.values():
+            return sum_over_broadcast(layout.front_of_each(b, call.shape), call.args[slot].shape, layout)
+        if b.ndim > len(call.shape):
+            raise Unsupported("several vectors")
+        labels, out = self.labels(call)
+        data = [(call.args[name], own) for name, own in labels.items() if name != slot]
+        return outer_product((call.args[slot], labels[slot]), data, b, out, layout)
+
+
 @register
-class LinearRule(Rule):
+class LinearRule(_ContractionRule):
     """``z[..., o] = sum_i W[o, i] x[..., i] + c[o]``, any number of leading axes."""
 
     functions = (F.linear,)
@@ -112,25 +129,24 @@ class LinearRule(Rule):
         weight = directions["weight"]
         return F.linear(call.args["input"].to(weight.dtype), weight, directions.get("bias"))
 
-    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        if slot == "bias":
-            return sum_over_broadcast(layout.front_of_each(b, call.shape), call.args["bias"].shape, layout)
-        x, weight = call.args["input"], call.args["weight"]
-        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # the same as `outer_product`, faster
-            dtype = torch.promote_types(x.dtype, b.dtype)
-            both = layout.front(x), layout.front_of_each(b, call.shape)
-            a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in both)
-            return OuterProduct(a, z, tuple(weight.shape))
-        if b.ndim > len(call.shape):
-            raise Unsupported("several vectors")
-        tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a vector weight sums over the features
+    def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
+        tail: list[Hashable] = ["o"] * (call.args["weight"].ndim - 1)  # a vector weight sums over the features
         lead = list(range(len(call.shape) - len(tail)))
-        data = [(x, [*lead, "i"])]
-        return outer_product((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
+        return {"input": [*lead, "i"], "weight": [*tail, "i"]}, [*lead, *tail]
+
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
+        x, weight = call.args["input"], call.args["weight"]
+        if slot != "weight" or weight.ndim != 2 or layout.dim >= x.ndim - 1:
+            return super().term(call, slot, b, layout)
+        # the same, faster
+        dtype = torch.promote_types(x.dtype, b.dtype)
+        both = layout.front(x), layout.front_of_each(b, call.shape)
+        a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in both)
+        return OuterProduct(a, z, tuple(weight.shape))
 
 
 @register
-class BilinearRule(Rule):
+class BilinearRule(_ContractionRule):
     """``z[..., o] = sum_ij x[..., i] W[o, i, j] y[..., j] + c[o]``."""
 
     functions = (F.bilinear,)
@@ -138,12 +154,9 @@ class BilinearRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        if slot == "bias":
-            return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout)
+    def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
         lead = list(range(len(call.shape) - 1))
-        data = [(call.args["input1"], [*lead, "i"]), (call.args["input2"], [*lead, "j"])]
-        return outer_product((call.args["weight"], ["o", "i", "j"]), data, b, [*lead, "o"], layout)
+        return {"input1": [*lead, "i"], "input2": [*lead, "j"], "weight": ["o", "i", "j"]}, [*lead, "o"]
 
 
 def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
@@ -156,30 +169,26 @@ def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], lis
     return [*lead[len(lead) - more_x :], *left], [*lead[len(lead) - more_y :], *right], [*lead, *tail]
 
 
-def matmul_term(x: Tensor, y: Tensor, left: bool, call: RecordedCall, b: Tensor, layout: Layout) -> Term:
-    """`OuterProduct` of the left or the right operand of ``x @ y``."""
-    x_labels, y_labels, out = _matmul_labels(x, y, len(call.shape))
-    first, second = (x, x_labels), (y, y_labels)
-    return outer_product(first, [second], b, out, layout) if left else outer_product(second, [first], b, out, layout)
-
-
 @register
-class MatmulRule(Rule):
+class MatmulRule(_ContractionRule):
     """Matrix products with a parameter on either side, batched or not."""
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = (
         torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
         torch.mv, Tensor.mv, torch.linalg.matmul,
     )  # fmt: skip
-    signature = ("input", "other")
-    parameters = ("input", "other")
+    signature: ClassVar[tuple[str, ...]] = ("input", "other")
+    parameters: ClassVar[tuple[str, ...]] = ("input", "other")
+    names: ClassVar[Mapping[str, str]] = {"mat2": "other", "vec": "other", "tensor2": "other"}
+    operands: ClassVar[tuple[str, str]] = ("input", "other")
 
     def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-        renamed = {{"mat2": "other", "vec": "other", "tensor2": "other"}.get(k, k): v for k, v in kwargs.items()}
-        return super().bind(func, args, renamed)
+        return super().bind(func, args, {self.names.get(k, k): v for k, v in kwargs.items()})
 
-    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        return matmul_term(call.args["input"], call.args["other"], slot == "input", call, b, layout)
+    def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
+        left, right = self.operands
+        *both, out = _matmul_labels(call.args[left], call.args[right], len(call.shape))
+        return dict(zip(self.operands, both, strict=True)), out
 
 
 @register
@@ -191,27 +200,24 @@ class ReversedMatmulRule(MatmulRule):
 
 
 @register
-class AddMatmulRule(Rule):
+class AddMatmulRule(MatmulRule):
     """``beta * input + alpha * x @ y`` (addmm, baddbmm, addmv)."""
 
     functions = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv)
     signature = ("input", "x", "y")
     parameters = ("input", "x", "y")
     bias_of: ClassVar[Mapping[str, str]] = {"y": "input"}
-
-    def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-        names = {"mat1": "x", "mat2": "y", "batch1": "x", "batch2": "y", "mat": "x", "vec": "y"}
-        return super().bind(func, args, {names.get(k, k): v for k, v in kwargs.items()})
+    names: ClassVar[Mapping[str, str]] = {
+        "mat1": "x", "mat2": "y", "batch1": "x", "batch2": "y", "mat": "x", "vec": "y",
+    }  # fmt: skip
+    operands = ("x", "y")
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        args = call.args
-        if slot == "input":
-            return sum_over_broadcast(layout.front(b * args.get("beta", 1)), args["input"].shape, layout)
-        return matmul_term(args["x"], args["y"], slot == "x", call, b * args.get("alpha", 1), layout)
+        return super().term(call, slot, b * call.args.get("beta" if slot == "input" else "alpha", 1), layout)
 
 
 @register
-class EinsumRule(Rule):
+class EinsumRule(_ContractionRule):
     """``torch.einsum`` in its string form."""
 
     functions = (torch.einsum,)
@@ -223,12 +229,10 @@ class EinsumRule(Rule):
             operands = list(operands[0])
         return {"equation": equation} | {f"operand{k}": x for k, x in enumerate(operands)}
 
-    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
+    def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
         operands = {name: x for name, x in call.args.items() if name != "equation"}
         labels, out = _equation(call.args["equation"], list(operands.values()), len(call.shape))
-        pairs = dict(zip(operands, zip(operands.values(), labels, strict=True), strict=True))
-        weight = pairs.pop(slot)
-        return outer_product(weight, list(pairs.values()), b, out, layout)
+        return dict(zip(operands, labels, strict=True)), out
 
 
 def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[list[list[Hashable]], list[Hashable]]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
 from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
@@ -60,7 +61,7 @@ def _times(own: Tensor, b: Tensor) -> Tensor:
 def _saved_statistics(out: Tensor, kind: str) -> tuple[Tensor, ...]:
     """Means and inverse deviations that torch's kernel has saved, by which `normalize` takes a quarter of its time."""
     node: Any = out.grad_fn
-    if type(node).__name__ != kind or torch._C._are_functorch_transforms_active():
+    if type(node).__name__ != kind or is_checkpointed() or torch._C._are_functorch_transforms_active():
         return ()
     return node._saved_result1.detach(), node._saved_result2.detach()
 

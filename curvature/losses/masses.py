@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses.own_state import PLAIN, found_of
-from curvature.losses.per_sample import is_in_closed_form, map_target, per_sample_losses, require_scalar, sample_masses
+from curvature.losses.per_sample import dim_of_terms, map_target, per_sample_losses, require_scalar, sample_masses
 from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
 log = logging.getLogger("curvature")
@@ -50,7 +50,7 @@ def require_weighted_sum(
         NoWeightedSum: the loss of the batch is no weighted sum of the samples' own.
     """
     loss = resolve(loss)
-    if not is_in_closed_form(loss, output, target, output_dim, target_dim):
+    if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
         return shares(loss, output, target, count, output_dim, target_dim)
     batch = output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
     settings = _settings(loss)
@@ -285,7 +285,7 @@ class SampleMasses:
         dtype = torch.promote_types(output.dtype, torch.float32)
         if self.loss is None:
             return torch.ones(count, dtype=dtype, device=output.device)
-        if is_in_closed_form(self.loss, output, target, output_dim, target_dim):
+        if dim_of_terms(self.loss, output, target, output_dim, target_dim) is not None:
             require_weighted_sum(self.loss, output, target, count, output_dim, target_dim)
             return sample_masses(self.loss, output, target, count, output_dim, target_dim)
         dims = output_dim, target_dim

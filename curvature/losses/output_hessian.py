@@ -35,7 +35,6 @@ from curvature.losses.table import (
     name_of,
     reduction_of,
     resolve,
-    unreduced,
 )
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
@@ -293,7 +292,7 @@ def _probed_masses(loss: Any, row: TorchLoss, output: Tensor, target: Tensor, co
     flat = output.new_full((), at, dtype=dtype).expand(output.shape)
     if target.is_floating_point():
         target = target.to(dtype)
-    terms = unreduced(loss, flat, target)
+    terms = row.terms(loss, flat, target)
     sums = terms.reshape(count, -1).sum(1)
     # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0 and no curvature
     share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))

@@ -96,17 +96,22 @@ def sample_masses(
 
 def dim_of_terms(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> int | None:
     """The samples' dim of the terms, where torch makes the batch's loss of the same as each sample's; else try it."""
-    loss = resolve(loss)
     row = TORCH_LOSSES.get(type(loss))
     # batchmean divides by the size of dim 0, not by a number of terms
     if row is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":
         return None
-    return row.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim)
-
-
-def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
-    """Whether there is a `dim_of_terms`."""
-    return dim_of_terms(loss, output, target, output_dim, target_dim) is not None
+    dim = output_dim = output_dim % output.ndim
+    target_dim %= target.ndim
+    if row.heads and dim == 1:
+        return None
+    if row.classes is not None:
+        classes = row.classes % output.ndim
+        if dim == classes:
+            return None
+        dim -= dim > classes
+    if target.shape == output.shape and target_dim == output_dim and not row.heads:
+        return dim
+    return dim if list(target.shape) == row.shape_of_terms(output) and target_dim == dim else None
 
 
 def is_entrywise(loss: Loss) -> bool:

@@ -170,25 +170,11 @@ class TorchLoss:
             shape[1:2] = [size // 2 for size in shape[1:2]]
         return shape
 
-    def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
-        """The dim of the terms that holds the samples; None if these shapes are not covered."""
-        dim = output_dim
-        if self.heads and dim == 1:
-            return None
-        if self.classes is not None:
-            classes = self.classes % output.ndim
-            if output_dim == classes:
-                return None
-            dim -= output_dim > classes
-        if target.shape == output.shape and target_dim == output_dim and not self.heads:
-            return dim
-        if list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
-            return dim
-        return None
-
     def terms(self, loss: Any, output: Tensor, target: Tensor) -> Tensor:
         """The terms, which a mean divides by the sum of their masses."""
-        terms = unreduced(loss, output, target)
+        alike = copy.copy(loss)
+        alike.reduction = "none"
+        terms: Tensor = alike.forward(output, target)
         expected = self.shape_of_terms(output)
         if list(terms.shape) != expected:
             raise ValueError(
@@ -196,14 +182,6 @@ class TorchLoss:
                 f"{tuple(output.shape)} has {tuple(expected)}: its weight must broadcast to the shape of the output"
             )
         return terms
-
-
-def unreduced(loss: Any, output: Tensor, target: Tensor) -> Tensor:
-    """The terms of a torch loss."""
-    alike = copy.copy(loss)
-    alike.reduction = "none"
-    terms: Tensor = alike.forward(output, target)
-    return terms
 
 
 def _class_masses(loss: Any, target: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from curvature.functional import RECURRENT, is_checkpointed, plain_form, traceable_body
+from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
 from curvature.recording.model_call import call_model
@@ -71,7 +71,7 @@ class RecordingMode(TorchFunctionMode):
                 if func in REDUCTIONS and out.requires_grad and not out.ndim:
                     self.tape.reductions.append((tensors[0], out))
             return out
-        plain = plain_form(func, args, kwargs)
+        plain = plain_form(func, args, kwargs) if func in PLAIN_FORMS else None
         if plain is not None and func in RECURRENT:
             inputs = tensors_in(*args[:2])  # and states
             if self._are_data(inputs) and not any(id(x) in self.nodes for x in inputs):
@@ -126,7 +126,7 @@ class RecordingMode(TorchFunctionMode):
             is_known = rule is not None and len(outs) == 1 and all(k in rule.parameters for k in slots)
             if rule is None or not is_known or len(used) > len({*map(id, slots.values())}):
                 rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-            statistics = () if rule is None or is_checkpointed() else rule.statistics(outs[0])
+            statistics = () if rule is None else rule.statistics(outs[0])
             call = RecordedCall(saved, tuple(outs[0].shape), statistics) if rule is not None else None
             edge = _edge_of(outs[0]) if rule is not None else None
             use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)

@@ -177,11 +177,6 @@ class Tape:
         """Pairs of `functions` that the pass called one after the other, once it is over."""
         return frozenset(pairwise([None, *self.functions]))
 
-    @property
-    def may_move_samples(self) -> bool:
-        """Whether the data may say where samples go, or which of them go there."""
-        return self.graph is None or self.counts
-
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.
 

@@ -29,7 +29,7 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("way", [general_path.by_vmap, general_path.by_loop], ids=lambda way: way.__name__)
 def test_each_way_alone(way: Any) -> None:
     model, x, y = problem()
-    found = way(Batch.of(model, nn.MSELoss(), x, y), {"p"})
+    found = way(Batch.of(model, nn.MSELoss(), x, y))
     torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
 
 
@@ -45,7 +45,7 @@ def test_backward_passes_of_a_recorded_graph(
     monkeypatch.setattr(general_path, "CACHED_BYTES", cached_bytes)
     model, x, y = problem()
     batch = Batch.of(model, nn.MSELoss(), x, y)
-    found = general_path.by_recorded_pass(batch, {"p"}, batch.losses(batch.output()))
+    found = general_path.by_recorded_pass(batch, batch.losses(batch.output()))
     torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
 
 
@@ -53,7 +53,7 @@ def test_backward_passes_of_a_recorded_graph(
 def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sample is compared with itself alone."""
     by_vmap = general_path.by_vmap
-    wrong = lambda batch, names: {name: g.roll(1, 0) for name, g in by_vmap(batch, names).items()}
+    wrong = lambda batch: {name: g.roll(1, 0) for name, g in by_vmap(batch).items()}
     monkeypatch.setattr(general_path, "by_vmap", wrong if is_wrong else by_vmap)
     model, x, y = problem()
     for _ in range(2):
