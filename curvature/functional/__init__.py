@@ -7,9 +7,8 @@ correct derivatives of any order, `RECURRENT` recurrent layers as loops; the con
 `own_functions` names the functions in autograd's graph that torch does not know.
 """
 
-from curvature.functional.bags import chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.contexts import AttentionInBlocks, ExactNorms, TwiceDifferentiable
-from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
+from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples, chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions
 from curvature.functional.plain_forms import PLAIN_FORMS, is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT

@@ -12,30 +12,23 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.functional import formulas
 from curvature.functional.attention import attention
-from curvature.functional.bags import embedding_bag
 from curvature.functional.plain_forms import traceable_body
 
 Table = Mapping[Callable[..., Any], Callable[..., Any]]  # functions of torch, and what runs for them
 
 
-class Formulas(TorchFunctionMode):
-    """A context in which the functions in `formulas` run as what stands for them there."""
+class AttentionInBlocks(TorchFunctionMode):
+    """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it.
 
-    formulas: ClassVar[Table] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.formulas.get(func, func)(*args, **(kwargs or {}))
-
-
-class AttentionInBlocks(Formulas):
-    """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it."""
+    The functions in `formulas` run as what stands for them there.
+    """
 
     formulas: ClassVar[Table] = {F.scaled_dot_product_attention: attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         body = traceable_body(func) if func is F.multi_head_attention_forward else None
         if body is None:
-            return super().__torch_function__(func, types, args, kwargs)
+            return self.formulas.get(func, func)(*args, **(kwargs or {}))
         with self:
             return body(*args, **(kwargs or {}))
 
@@ -43,7 +36,7 @@ class AttentionInBlocks(Formulas):
 class TwiceDifferentiable(AttentionInBlocks):
     """A context in which bags of embeddings have second derivatives, and attention has them block by block."""
 
-    formulas: ClassVar[Table] = {**AttentionInBlocks.formulas, F.embedding_bag: embedding_bag}
+    formulas: ClassVar[Table] = {**AttentionInBlocks.formulas, F.embedding_bag: formulas.embedding_bag}
 
 
 def batch_norm(

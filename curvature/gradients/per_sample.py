@@ -187,8 +187,10 @@ def check_gradients(
         ValueError: the forward pass draws random numbers, so that there is nothing to compare with.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    if _is_random(batch):
-        raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
+    with preserve_state(batch.model) as state, torch.no_grad():
+        batch.output()
+        if state.random.differs():
+            raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
     rows = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
     for n in range(batch.count):
         with preserve_state(batch.model, batch.parameters):
@@ -208,13 +210,6 @@ class RefuseDoubleBackward(TorchFunctionMode):
         if func is torch.autograd.grad and kwargs.get("create_graph"):  # torch hands it over by name
             raise ValueError(DIFFERENTIATED)
         return func(*args, **kwargs)
-
-
-def _is_random(batch: Batch) -> bool:
-    """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserve_state(batch.model) as state, torch.no_grad():
-        batch.output()
-        return state.random.differs()
 
 
 def sample_terms(batch: Batch) -> Terms:

@@ -96,20 +96,18 @@ class Tentative:
 
     Attributes:
         cancelled: a mask (N,) of these samples; None: of none.
-        terms: of the gradients, if places may cancel.
         correct: puts what the gradients themselves give for some samples into the values.
     """
 
     values: Tensor
     cancelled: Tensor | None
-    terms: Sequence[Term] = ()
-    correct: Callable[[Sequence[Term], Tensor, Tensor], None] = lambda terms, values, some: None
+    correct: Callable[[Tensor], None] | None = None
 
     def settle(self) -> None:
         """Correct values; the terms are let go."""
-        if self.cancelled is not None and len(some := self.cancelled.nonzero()[:, 0]):
-            self.correct(self.terms, self.values, some)
-        self.cancelled, self.terms = None, ()
+        if self.cancelled is not None and self.correct is not None and len(some := self.cancelled.nonzero()[:, 0]):
+            self.correct(some)
+        self.cancelled = self.correct = None
 
 
 def tentative_norms_squared(terms: Sequence[Term]) -> list[Tentative]:
@@ -133,36 +131,32 @@ def settled(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
 
 
 def _tentative_norms(terms: list[Term]) -> Tentative:
-    found = norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
-    return _tentative(terms, *found, _correct_norms)
+    values, cancelled = norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
+
+    def correct(some: Tensor) -> None:
+        values[some] = _norms_by_gradients([term.samples(some) for term in terms])
+
+    return _settled_on_cpu(Tentative(values, cancelled, correct))
 
 
 def _tentative_gram(terms: list[Term]) -> Tentative:
-    if gram_cheaper_by_pairs(terms, samples=len(terms[0])):
-        return _tentative(terms, summed_pairs(terms, terms), norms_by_pairs(terms).cancelled, _correct_gram)
-    flat = _rows(gradients(terms))
-    return Tentative(flat @ flat.T, None)
+    if not gram_cheaper_by_pairs(terms, samples=len(terms[0])):
+        flat = _rows(gradients(terms))
+        return Tentative(flat @ flat.T, None)
+    values = summed_pairs(terms, terms)
+
+    def correct(some: Tensor) -> None:
+        values[some] = _by_gradients(terms, some, terms)
+        values[:, some] = values[some].T
+
+    return _settled_on_cpu(Tentative(values, norms_by_pairs(terms).cancelled, correct))
 
 
-def _tentative(
-    terms: list[Term], values: Tensor, cancelled: Tensor | None,
-    correct: Callable[[Sequence[Term], Tensor, Tensor], None],
-) -> Tentative:  # fmt: skip
-    if cancelled is None:
-        return Tentative(values, None)
-    found = Tentative(values, cancelled, terms, correct)
-    if values.device.type == "cpu":  # where to look costs nothing, and terms need not stay in memory
+def _settled_on_cpu(found: Tentative) -> Tentative:
+    """Where to look costs nothing there, and terms need not stay in memory; nor where nothing cancels."""
+    if found.cancelled is None or found.values.device.type == "cpu":
         found.settle()
     return found
-
-
-def _correct_norms(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    values[some] = _norms_by_gradients([term.samples(some) for term in terms])
-
-
-def _correct_gram(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    values[some] = _by_gradients(terms, some, terms)
-    values[:, some] = values[some].T
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:

@@ -241,14 +241,14 @@ def test_a_comparison_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatc
     model, x, y = data()
     loss = lambda o, y: Cubed.apply(o - y).square().mean()
     curvature.gauss_newton(model, loss, (x, y)).to_dense()
-    monkeypatch.setattr("curvature.losses.second_derivatives.own_functions", fail)
+    monkeypatch.setattr("curvature.losses.output_hessian.own_functions", fail)
     curvature.gauss_newton(model, loss, (x, y)).to_dense()
     with pytest.raises(AssertionError):
         curvature.gauss_newton(model, loss, (x[:4], y[:4])).to_dense()
 
 
 def test_losses_of_torch_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("curvature.losses.second_derivatives.own_functions", fail)
+    monkeypatch.setattr("curvature.losses.output_hessian.own_functions", fail)
     model, x, y = data()
     for loss in (nn.HuberLoss(), nn.SoftMarginLoss(), F.smooth_l1_loss, nn.MSELoss()):
         curvature.gauss_newton(model, loss, (x, y.sign())).to_dense()
