@@ -28,16 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvature.losses.output_hessian import (
-    LinearMap,
-    OutputBatch,
-    OutputCurvature,
-    hessian_root,
-    label_gradient_root,
-    label_gradient_sampler,
-    output_curvature,
-    term_masses,
-)
+from curvature.losses.output_hessian import LinearMap, OutputBatch, OutputCurvature
 from curvature.losses.per_sample import per_sample_losses
 from curvature.losses.table import Loss
 
@@ -194,10 +185,10 @@ class Injection:
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__.lower()}({options})"
 
-    def _require(self, loss: Loss | None) -> Loss:
-        if loss is None:
+    def _with_loss(self, batch: OutputBatch) -> OutputBatch:
+        if batch.loss is None:
             raise ValueError(f"{self!r} needs the loss: pass loss= (for an optimizer, KFAC(model, loss=...))")
-        return loss
+        return batch
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,8 +201,7 @@ class Exact(Injection):
         return output.numel() // count
 
     def _curvature(self, batch: OutputBatch) -> OutputCurvature:
-        loss = self._require(batch.loss)
-        return output_curvature(loss, batch.output, batch.target, batch.count, self.is_expected)
+        return self._with_loss(batch).curvature(self.is_expected)
 
     def known_diagonal(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
@@ -220,7 +210,7 @@ class Exact(Injection):
         return None if diagonal is None else diagonal()
 
     def _root(self, batch: OutputBatch) -> LinearMap:
-        return hessian_root(self._require(batch.loss), batch.output, batch.target, batch.count)
+        return self._with_loss(batch).root()
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         root = self._root(batch)
@@ -286,7 +276,7 @@ class Sampled(Random):
     """See `sampled`."""
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        return label_gradient_sampler(self._require(batch.loss), batch.output, batch.target, batch.count)
+        return self._with_loss(batch).sampler()
 
     def number(self, output: Tensor, count: int) -> int:
         return min(self.k, output.numel() // count)
@@ -295,8 +285,7 @@ class Sampled(Random):
         number = self.number(batch.output, batch.count)
         if number == self.k:
             return super()._pair_source(batch)
-        loss, source = self._require(batch.loss), batch.source(SEED)
-        root = label_gradient_root(loss, batch.output, batch.target, batch.count, self.k, source)
+        root = self._with_loss(batch).drawn_root(self.k, batch.source(SEED))
         return number, lambda start, stop: (root(batch.basis(start, stop)) / self.k**0.5, None)
 
 
@@ -305,7 +294,7 @@ class Propagated(Random):
     """See `propagated`."""
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        root = hessian_root(self._require(batch.loss), batch.output, batch.target, batch.count)
+        root = self._with_loss(batch).root()
         shape = batch.output.shape
         options: Any = {"dtype": batch.output.dtype, "device": batch.output.device}
         return lambda k, source: root(torch.randint(2, (k, *shape), generator=source, **options) * 2 - 1)
@@ -320,7 +309,7 @@ class Isotropic(Random):
         draw = lambda k, source: torch.randn(k, *output.shape, generator=source, **new)
         if batch.loss is None:
             return draw
-        scale = term_masses(batch.loss, output, batch.target, strict=False, count=batch.count).sqrt()
+        scale = batch.masses(strict=False).sqrt()
         return lambda k, source: scale * draw(k, source)
 
 
@@ -334,7 +323,7 @@ class Empirical(Injection):
         return 1
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
-        loss = self._require(batch.loss)
+        loss: Any = self._with_loss(batch).loss
         point = batch.output.requires_grad_()
         try:
             with torch.enable_grad():

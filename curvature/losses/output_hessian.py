@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,23 @@ LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time
+
+
+@dataclass(frozen=True)
+class OutputCurvature:
+    """H at one output.
+
+    Attributes:
+        product: builds the graph for products and returns u -> H u.
+        root: eps -> S eps; None if only a decomposition of H gives it.
+        columns: the columns of a root of H, as few as possible; None if there is no `root`.
+        diagonal: of H, in the shape of the output; None if it needs a product for every entry.
+    """
+
+    product: Callable[[], LinearMap]
+    root: LinearMap | None = None
+    columns: Columns | None = None
+    diagonal: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,246 +107,214 @@ class OutputBatch:
         """(k, N*m, ...) to (k, N, D), with D the entries of one sample's output."""
         return vectors.reshape(len(vectors), self.count, -1)
 
+    @property
+    def size(self) -> int:
+        """D, the number of entries of one sample's output."""
+        return self.output.numel() // self.count
+
     def basis(self, start: int, stop: int) -> Tensor:
         """`unit_vectors` of entries start..stop of a sample's output."""
-        return unit_vectors(self.output, self.count, torch.arange(start, stop, device=self.output.device))
+        return self.unit_vectors(torch.arange(start, stop, device=self.output.device))
 
+    def unit_vectors(self, entries: Tensor) -> Tensor:
+        """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
+        vectors = self.output.new_zeros(len(entries), 1, self.size)
+        vectors[torch.arange(len(entries), device=self.output.device), 0, entries] = 1
+        return vectors.expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
 
-def unit_vectors(output: Tensor, count: int, entries: Tensor) -> Tensor:
-    """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
-    vectors = output.new_zeros(len(entries), 1, output.numel() // count)
-    vectors[torch.arange(len(entries), device=output.device), 0, entries] = 1
-    return vectors.expand(-1, count, -1).reshape(len(entries), *output.shape)
+    @cached_property
+    def resolved(self) -> tuple[Any, TorchLoss | None]:
+        """The loss in the form that this package knows, and its row if that says something of the Hessian."""
+        assert self.loss is not None
+        loss = resolve(self.loss)
+        reduction_of(loss)  # refuses "none"
+        row = TORCH_LOSSES.get(type(loss))
+        return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
 
+    @property
+    def name(self) -> str:
+        """Of the loss as it was given."""
+        assert self.loss is not None
+        return name_of(self.loss)
 
-@dataclass(frozen=True)
-class OutputCurvature:
-    """H at one output.
+    def curvature(self, is_expected: bool = True) -> OutputCurvature:
+        """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels.
 
-    Attributes:
-        product: builds the graph for products and returns u -> H u.
-        root: eps -> S eps; None if only a decomposition of H gives it.
-        columns: the columns of a root of H, as few as possible; None if there is no `root`.
-        diagonal: of H, in the shape of the output; None if it needs a product for every entry.
-    """
+        A likelihood needs the target only for weights.
+        """
+        loss, row = self.resolved
+        if row is not None and row.likelihood is not None:
+            masses = self.masses()
+            unit = row.likelihood(loss, self.output)
+            if is_expected or unit.is_hessian:
+                scale = masses.sqrt()
+                return OutputCurvature(
+                    product=lambda: lambda u: unit.product(u).mul_(masses),
+                    root=lambda eps: scale * unit.root(eps),
+                    columns=self._columns(lambda eps: scale * unit.thin_root(eps), unit.spares_last_class),
+                    diagonal=lambda: masses * unit.diagonal(),
+                )
+        if self.target is None and row is not None:
+            raise self._missing_target()
+        if row is None or not row.is_diagonal:
+            return OutputCurvature(self.product)
+        curves = self.product()(torch.ones_like(self.output)[None])[0]
+        self._require_semidefinite(curves)
+        along = curves.clamp(min=0).sqrt()
+        root = lambda eps: along * eps
+        return OutputCurvature(lambda: lambda u: curves * u, root, self._columns(root))
 
-    product: Callable[[], LinearMap]
-    root: LinearMap | None = None
-    columns: Columns | None = None
-    diagonal: Callable[[], Tensor] | None = None
+    def root(self) -> LinearMap:
+        """Return eps -> S eps with ``S S^T`` the `curvature` of every sample; nan where that is not finite."""
+        if self.target is None and self.resolved[1] is None:
+            raise self._missing_target()
+        curvature = self.curvature()
+        return curvature.root or self._root_by_eigh(curvature.product())
 
+    def product(self) -> LinearMap:
+        """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; zero if l_n is linear.
 
-def output_curvature(
-    loss: Loss, output: Tensor, target: Any = None, count: int | None = None, is_expected: bool = True
-) -> OutputCurvature:
-    """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels.
+        The graph is built once, here; each call needs memory for its k vectors.
+        """
+        assert self.loss is not None
+        point = self.output.detach().requires_grad_()
+        with torch.enable_grad():
+            losses = per_sample_losses(self.loss, point, self.target, self.count)
+            if not losses.requires_grad:
+                raise ValueError(f"{self.name} is not differentiable in the output")
+            if not is_torch_loss(self.resolved[0]):
+                require_second_derivatives(self.loss, losses, self.output, self.target)
+            # l_n depends on its own rows alone, so one backward pass serves all samples
+            (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
+        if not slope.requires_grad:  # linear
+            return torch.zeros_like
+        derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
 
-    The output is (N, ...), or (N*m, ...) with ``count`` = N. A likelihood needs the target only for weights.
-    """
-    given, (loss, row) = loss, _resolve(loss)
-    if row is not None and row.likelihood is not None:
-        masses = term_masses(loss, output, target, count=count)
-        unit = row.likelihood(loss, output)
-        if is_expected or unit.is_hessian:
-            return _of_likelihood(unit, masses, output, count)
-    return _by_differentiating(given, row, output, target, count)
-
-
-def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> LinearMap:
-    """Return eps -> S eps with ``S S^T`` the `output_curvature` of every sample; nan where that is not finite."""
-    if target is None and _resolve(loss)[1] is None:
-        raise _missing_target(loss)
-    curvature = output_curvature(loss, output, target, count)
-    return curvature.root or _root_by_eigh(loss, curvature.product(), output, count or len(output))
-
-
-def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> LinearMap:
-    """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; zero if l_n is linear.
-
-    The graph is built once, here; each call needs memory for its k vectors.
-    """
-    point = output.detach().requires_grad_()
-    with torch.enable_grad():
-        losses = per_sample_losses(loss, point, target, count)
-        if not losses.requires_grad:
-            raise ValueError(f"{name_of(loss)} is not differentiable in the output")
-        if not is_torch_loss(resolve(loss)):
-            require_second_derivatives(loss, losses, output, target)
-        # l_n depends on its own rows alone, so one backward pass serves all samples
-        (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
-    if not slope.requires_grad:  # linear
-        return torch.zeros_like
-    derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
-
-    def product(u: Tensor) -> Tensor:
-        if len(u) > 1:
+        def product(u: Tensor) -> Tensor:
+            if len(u) > 1:
+                try:
+                    return derive(u, is_grads_batched=True)[0]
+                except RuntimeError:  # vmap does not support some function; an error of the loss itself recurs below
+                    pass
             try:
-                return derive(u, is_grads_batched=True)[0]
-            except RuntimeError:  # vmap does not support some function; an error of the loss itself recurs below
-                pass
-        try:
-            return torch.stack([derive(one)[0] for one in u])
-        except RuntimeError as error:
-            raise RuntimeError(f"{name_of(loss)} cannot be differentiated twice: {error}") from error
+                return torch.stack([derive(one)[0] for one in u])
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.name} cannot be differentiated twice: {error}") from error
 
-    return product
+        return product
 
+    def sampler(self) -> Draw:
+        """Return (k, generator) -> k gradients at labels drawn independently from the likelihood, (k, *output.shape).
 
-def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Draw:
-    """Return (k, generator) -> k gradients at labels drawn independently from the likelihood, (k, *output.shape).
+        Each term contributes the gradient of its negative log-likelihood at its own label, times the root of its mass.
+        The second moment is the `curvature`.
+        """
+        unit, scale = self._drawn_from()
+        return lambda k, generator: scale * unit.draw(k, generator)
 
-    Each term contributes the gradient of its negative log-likelihood at its own label, times the root of its mass. The
-    second moment is the `output_curvature`.
-    """
-    unit, scale = _drawn_from(loss, output, target, count)
-    return lambda k, generator: scale * unit.draw(k, generator)
+    def drawn_root(self, k: int, generator: torch.Generator) -> LinearMap:
+        """Return eps -> S eps with S S^T the sum of outer products of k draws of the `sampler`, each term alone.
 
+        The labels are drawn here, classes by how often they occur, so that the cost does not grow with k. Products of
+        different terms of a sample are left out: their mean is zero.
+        """
+        unit, scale = self._drawn_from()
+        root = unit.drawn_root(k, generator)
+        return lambda eps: scale * root(eps)
 
-def label_gradient_root(
-    loss: Loss, output: Tensor, target: Any, count: int, k: int, generator: torch.Generator
-) -> LinearMap:
-    """Return eps -> S eps with S S^T the sum of outer products of k `label_gradient_sampler` draws, each term alone.
+    def masses(self, strict: bool = True) -> Tensor:
+        """The mass of each term of the output in l_n.
 
-    The labels are drawn here, classes by how often they occur, so that the cost does not grow with k. Products of
-    different terms of a sample are left out: their mean is zero.
-    """
-    unit, scale = _drawn_from(loss, output, target, count)
-    root = unit.drawn_root(k, generator)
-    return lambda eps: scale * root(eps)
+        1 if the loss is a sum, 1/T if it is a mean over T terms per sample; with class indices, the weight of the class
+        (0 if ignored) over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable
+        counts as one term per sample. The shape is that of the output, with size 1 along a dim of classes. Without a
+        target no place is ignored; weights that depend on it are then an error if `strict`, else they count 1.
+        """
+        (loss, row), output, target = self.resolved, self.output, self.target
+        if row is None:
+            return torch.ones_like(output)
+        if row.classes is not None and output.ndim < 2:
+            raise ValueError(f"{name_of(loss)} takes outputs of shape (N, C, ...), got {tuple(output.shape)}")
+        if target is None:
+            for name in row.weights if strict else ():
+                if getattr(loss, name) is not None:
+                    raise ValueError(f"{name_of(loss)} has {name}=, which needs targets: pass target=")
+            target = row.stand_in(output) if row.stand_in else None
+        masses = torch.ones_like(output if row.classes is None else output[:, :1])
+        if target is not None and row.probe is not None:
+            return self._probed_masses(loss, row, target).reshape(masses.shape)
+        terms = masses[:, : output.shape[1] // 2] if row.heads else masses
+        if target is not None and row.classes is None:
+            _require_broadcast(loss, terms, target)
+        # batchmean sums within a sample
+        return masses / (terms.numel() // self.count) if getattr(loss, "reduction", "mean") == "mean" else masses
 
+    def _drawn_from(self) -> tuple[Likelihood, Tensor]:
+        """The likelihood, and the roots of the terms' masses."""
+        loss, row = self.resolved
+        if row is None or row.likelihood is None:
+            known = ", ".join(t.__name__ for t, row in TORCH_LOSSES.items() if row.likelihood is not None)
+            raise ValueError(
+                f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known "
+                f"here; these have one: {known}. Use exact(), propagated() or isotropic() instead"
+            )
+        return row.likelihood(loss, self.output), self.masses().sqrt()
 
-def _drawn_from(loss: Loss, output: Tensor, target: Any, count: int | None) -> tuple[Likelihood, Tensor]:
-    """The likelihood, and the roots of the terms' masses."""
-    loss, row = _resolve(loss)
-    if row is None or row.likelihood is None:
-        known = ", ".join(t.__name__ for t, row in TORCH_LOSSES.items() if row.likelihood is not None)
-        raise ValueError(
-            f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known here; "
-            f"these have one: {known}. Use exact(), propagated() or isotropic() instead"
-        )
-    return row.likelihood(loss, output), term_masses(loss, output, target, count=count).sqrt()
+    def _columns(self, root: LinearMap, spares_last_class: bool = False) -> Columns:
+        """The columns of a root, but for those of the last class if it spares them."""
+        output = self.output
+        each = output[0].numel()  # entries of a row, of which the last class has the last ones
+        kept = each - each // output.shape[1] if spares_last_class and output.shape[1] > 1 else each
 
+        def columns(start: int, stop: int) -> Tensor:
+            position = torch.arange(start, stop, device=output.device)
+            return root(self.unit_vectors(position // kept * each + position % kept))
 
-def term_masses(
-    loss: Loss, output: Tensor, target: Any = None, strict: bool = True, count: int | None = None
-) -> Tensor:
-    """The mass of each term of the output in l_n.
+        return self.size // each * kept, columns
 
-    1 if the loss is a sum, 1/T if it is a mean over T terms per sample; with class indices, the weight of the class (0
-    if ignored) over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable counts
-    as one term per sample. The shape is that of the output, with size 1 along a dim of classes. Without a target no
-    place is ignored; weights that depend on it are then an error if `strict`, else they count 1.
-    """
-    loss, row = _resolve(loss)
-    if row is None:
-        return torch.ones_like(output)
-    count = count or len(output)
-    if row.classes is not None and output.ndim < 2:
-        raise ValueError(f"{name_of(loss)} takes outputs of shape (N, C, ...), got {tuple(output.shape)}")
-    if target is None:
-        for name in row.weights if strict else ():
-            if getattr(loss, name) is not None:
-                raise ValueError(f"{name_of(loss)} has {name}=, which needs targets: pass target=")
-        target = row.stand_in(output) if row.stand_in else None
-    masses = torch.ones_like(output if row.classes is None else output[:, :1])
-    if target is not None and row.probe is not None:
-        return _probed_masses(loss, row, output, target, count).reshape(masses.shape)
-    terms = masses[:, : output.shape[1] // 2] if row.heads else masses
-    if target is not None and row.classes is None:
-        _require_broadcast(loss, terms, target)
-    # batchmean sums within a sample
-    return masses / (terms.numel() // count) if getattr(loss, "reduction", "mean") == "mean" else masses
+    def _probed_masses(self, loss: Any, row: TorchLoss, target: Tensor) -> Tensor:
+        """Read the masses from the loss, at an output where each term is its mass times a known value."""
+        assert row.probe is not None
+        at, value = row.probe(self.output)
+        dtype, count = self.output.dtype if loss.weight is None else loss.weight.dtype, self.count
+        flat = self.output.new_full((), at, dtype=dtype).expand(self.output.shape)
+        if target.is_floating_point():
+            target = target.to(dtype)
+        terms = row.terms(loss, flat, target)
+        sums = terms.reshape(count, -1).sum(1)
+        # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0, no curvature
+        share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
+        masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
+        if loss.weight is not None or target.is_floating_point():
+            self._require_semidefinite(masses)
+        return (masses / value if value else masses).to(self.output.dtype)
 
+    def _root_by_eigh(self, product: LinearMap) -> LinearMap:
+        """A root of H by eigendecomposition, D x D for every sample."""
+        size, count = self.size, self.count
+        parts = torch.arange(size, device=self.output.device).split(COLUMNS_PER_CHUNK)
+        matrix = torch.cat([product(self.unit_vectors(entries)) for entries in parts])
+        matrix = matrix.reshape(size, count, size).movedim(0, 1)
+        finite = matrix.isfinite().all(2).all(1)[:, None, None]
+        values, vectors = symmetric_eigh(torch.where(finite, matrix, 0))
+        self._require_semidefinite(values, size)
+        root = torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
+        return lambda eps: torch.einsum("nij,knj->kni", root, eps.reshape(len(eps), count, size)).reshape(eps.shape)
 
-def _resolve(loss: Loss) -> tuple[Any, TorchLoss | None]:
-    """The resolved loss, and its row if that says something of the Hessian."""
-    loss = resolve(loss)
-    reduction_of(loss)  # refuses "none"
-    row = TORCH_LOSSES.get(type(loss))
-    return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
+    def _require_semidefinite(self, values: Tensor, factor: int = 1) -> None:
+        """Refuse values that are negative beyond ``factor`` times the rounding error of the largest."""
+        finite = values.nan_to_num(0.0, 0.0)
+        least = finite.amin()
+        if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
+            raise ValueError(
+                f"{self.name} is not convex in the output: its Hessian there is not positive semi-definite (found "
+                f"{least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
+            )
 
-
-def _of_likelihood(unit: Likelihood, masses: Tensor, output: Tensor, count: int | None) -> OutputCurvature:
-    scale = masses.sqrt()
-    return OutputCurvature(
-        product=lambda: lambda u: unit.product(u).mul_(masses),
-        root=lambda eps: scale * unit.root(eps),
-        columns=_columns(lambda eps: scale * unit.thin_root(eps), output, count, unit.spares_last_class),
-        diagonal=lambda: masses * unit.diagonal(),
-    )
-
-
-def _columns(root: LinearMap, output: Tensor, count: int | None, spares_last_class: bool = False) -> Columns:
-    """The columns of a root, but for those of the last class if it spares them."""
-    count = count or len(output)
-    size = output.numel() // count
-    each = output[0].numel()  # entries of a row, of which the last class has the last ones
-    kept = each - each // output.shape[1] if spares_last_class and output.shape[1] > 1 else each
-
-    def columns(start: int, stop: int) -> Tensor:
-        position = torch.arange(start, stop, device=output.device)
-        return root(unit_vectors(output, count, position // kept * each + position % kept))
-
-    return size // each * kept, columns
-
-
-def _by_differentiating(
-    loss: Loss, row: TorchLoss | None, output: Tensor, target: Any, count: int | None
-) -> OutputCurvature:
-    """Differentiate twice; if H is known to be diagonal, give its root, too."""
-    if target is None and row is not None:
-        raise _missing_target(loss)
-    product = functools.partial(hessian_product, loss, output, target, count or len(output))
-    if row is None or not row.is_diagonal:
-        return OutputCurvature(product)
-    curves = product()(torch.ones_like(output)[None])[0]
-    _require_semidefinite(loss, curves)
-    scale = curves.clamp(min=0).sqrt()
-    root = lambda eps: scale * eps
-    return OutputCurvature(lambda: lambda u: curves * u, root, _columns(root, output, count))
-
-
-def _probed_masses(loss: Any, row: TorchLoss, output: Tensor, target: Tensor, count: int) -> Tensor:
-    """Read the masses from the loss, at an output where each term is its mass times a known value."""
-    assert row.probe is not None
-    at, value = row.probe(output)
-    dtype = output.dtype if loss.weight is None else loss.weight.dtype
-    flat = output.new_full((), at, dtype=dtype).expand(output.shape)
-    if target.is_floating_point():
-        target = target.to(dtype)
-    terms = row.terms(loss, flat, target)
-    sums = terms.reshape(count, -1).sum(1)
-    # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0 and no curvature
-    share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
-    masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
-    if loss.weight is not None or target.is_floating_point():
-        _require_semidefinite(loss, masses)
-    return (masses / value if value else masses).to(output.dtype)
-
-
-def _root_by_eigh(loss: Loss, product: LinearMap, output: Tensor, count: int) -> LinearMap:
-    """A root of H by eigendecomposition, D x D for every sample, with D the entries of its output."""
-    size = output.numel() // count
-    columns = [
-        product(unit_vectors(output, count, entries))
-        for entries in torch.arange(size, device=output.device).split(COLUMNS_PER_CHUNK)
-    ]
-    matrix = torch.cat(columns).reshape(size, count, size).movedim(0, 1)
-    finite = matrix.isfinite().all(2).all(1)[:, None, None]
-    values, vectors = symmetric_eigh(torch.where(finite, matrix, 0))
-    _require_semidefinite(loss, values, size)
-    root = torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
-    return lambda eps: torch.einsum("nij,knj->kni", root, eps.reshape(len(eps), count, size)).reshape(eps.shape)
-
-
-def _require_semidefinite(loss: Loss, values: Tensor, factor: int = 1) -> None:
-    """Refuse values that are negative beyond ``factor`` times the rounding error of the largest."""
-    finite = values.nan_to_num(0.0, 0.0)
-    least = finite.amin()
-    if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
-        raise ValueError(
-            f"{name_of(loss)} is not convex in the output: its Hessian there is not positive semi-definite (found "
-            f"{least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
+    def _missing_target(self) -> ValueError:
+        return ValueError(
+            f"the Hessian of {self.name} depends on the target, which is missing: pass target= (in an optimizer, "
+            "choose isotropic(), which needs none)"
         )
 
 
@@ -342,13 +328,6 @@ def _require_broadcast(loss: Loss, terms: Tensor, target: Any) -> None:
             f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by entry: "
             "give both the same shape"
         )
-
-
-def _missing_target(loss: Loss) -> ValueError:
-    return ValueError(
-        f"the Hessian of {name_of(loss)} depends on the target, which is missing: pass target= (in an optimizer, "
-        "choose isotropic(), which needs none)"
-    )
 
 
 def require_second_derivatives(loss: Loss, losses: Tensor, output: Tensor, target: Any) -> None:

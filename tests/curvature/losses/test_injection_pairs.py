@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
-from curvature.losses.output_hessian import hessian_product
+from curvature.losses.output_hessian import OutputBatch
 from curvature.losses.per_sample import sample_masses
 from curvature.losses.table import resolve
 from support.combinations import member
@@ -347,7 +347,7 @@ def test_dtypes(inject, dtype):
 
 def test_hessian_product_serves_many_calls():
     output, y = randn(2, C), randn(2, C, seed=3)
-    product = hessian_product(mixing, output, y, 2)
+    product = OutputBatch.of(output, mixing, y, 2, None).product()
     z = randn(5, 2, C, seed=4)
     torch.testing.assert_close(product(z), torch.cat([product(one[None]) for one in z]))
 

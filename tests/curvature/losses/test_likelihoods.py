@@ -10,7 +10,7 @@ from torch import nn
 
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
-from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
+from curvature.losses.output_hessian import OutputBatch
 from curvature.losses.table import is_torch_loss, resolve
 from support.moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
 
@@ -18,6 +18,22 @@ C, PLACES = 3, 2
 DOUBLE = torch.float64
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=DOUBLE)
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum"])
+
+
+def at(loss, output, target=None):
+    return OutputBatch.of(output, loss, target, None, None)
+
+
+def root_of(loss, output, target=None):
+    return at(loss, output, target).root()
+
+
+def sampler_of(loss, output, target=None):
+    return at(loss, output, target).sampler()
+
+
+def masses_of(loss, output, target=None, strict=True):
+    return at(loss, output, target).masses(strict)
 
 
 def products(marginals, shape):
@@ -191,7 +207,7 @@ def labels_of_gaussian(output, drawn):
     ],
 )
 def test_drawn_gradients_are_gradients_at_labels(loss, output, recover):
-    drawn = label_gradient_sampler(loss, output)(1, source(4))[0]
+    drawn = sampler_of(loss, output)(1, source(4))[0]
     want = gradients(loss, output, recover(output, drawn))
     if isinstance(loss, nn.NLLLoss):  # up to a sign
         drawn = -drawn.abs()
@@ -200,7 +216,7 @@ def test_drawn_gradients_are_gradients_at_labels(loss, output, recover):
 
 def test_labels_have_the_probabilities_of_the_model():
     output = torch.tensor([[0.2, 0.0, 0.8]], dtype=DOUBLE).log().repeat(MANY, 1)
-    chosen = label_gradient_sampler(nn.NLLLoss(), output)(1, source())[0].abs()
+    chosen = sampler_of(nn.NLLLoss(), output)(1, source())[0].abs()
     assert (chosen.mean(0) - output[0].exp()).abs().max() < 5 * math.sqrt(0.25 / MANY)
     assert chosen[:, 1].eq(0).all()
 
@@ -217,10 +233,10 @@ def test_variances_below_eps_count_as_eps(eps):
 def test_probabilities_of_zero_and_one():
     """Where torch's own gradient is 0, as the label that is certain has it, or bounded."""
     p = torch.tensor([[0.0, 1.0, 1e-13, 0.5]], dtype=DOUBLE)
-    got = hessian_root(nn.BCELoss(reduction="sum"), p)(torch.ones(1, 1, 4, dtype=DOUBLE))[0, 0]
+    got = root_of(nn.BCELoss(reduction="sum"), p)(torch.ones(1, 1, 4, dtype=DOUBLE))[0, 0]
     assert got[:2].eq(0).all() and got[3] == 2
     torch.testing.assert_close(got[2].square().item(), 1e-13 / PROBABILITY_EPS**2, rtol=1e-10, atol=0)
-    drawn = label_gradient_sampler(nn.BCELoss(), p)(100, source())
+    drawn = sampler_of(nn.BCELoss(), p)(100, source())
     assert drawn[:, :, :2].eq(0).all() and drawn.isfinite().all()
 
 
@@ -253,10 +269,10 @@ def test_negative_rates_and_variances():
 def test_masses_of_heads():
     """One term for each mean: d of them, not 2d."""
     output = heads(2, C, PLACES)
-    torch.testing.assert_close(term_masses(nn.GaussianNLLLoss(), output), torch.full_like(output, 1 / (C * PLACES)))
-    assert term_masses(nn.GaussianNLLLoss(reduction="sum"), output).eq(1).all()
+    torch.testing.assert_close(masses_of(nn.GaussianNLLLoss(), output), torch.full_like(output, 1 / (C * PLACES)))
+    assert masses_of(nn.GaussianNLLLoss(reduction="sum"), output).eq(1).all()
     with pytest.raises(ValueError, match="give both the same shape"):
-        term_masses(nn.GaussianNLLLoss(), output, randn(2, 2 * C, PLACES))
+        masses_of(nn.GaussianNLLLoss(), output, randn(2, 2 * C, PLACES))
 
 
 def test_a_subclass_is_its_own_loss():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
+from curvature.losses.output_hessian import OutputBatch
 from support.combinations import member
 from support.moments import (
     MANY,
@@ -30,6 +30,22 @@ pytestmark = [
     pytest.mark.fast,
     pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)"),
 ]
+
+
+def at(loss, output, target=None):
+    return OutputBatch.of(output, loss, target, None, None)
+
+
+def root_of(loss, output, target=None):
+    return at(loss, output, target).root()
+
+
+def sampler_of(loss, output, target=None):
+    return at(loss, output, target).sampler()
+
+
+def masses_of(loss, output, target=None, strict=True):
+    return at(loss, output, target).masses(strict)
 
 
 def classes(output):
@@ -166,7 +182,7 @@ def columns(loss, output, target=None):
     """S S^T of every sample, (N, D, D), S being read off column by column."""
     size = output[0].numel()
     basis = torch.eye(size, dtype=output.dtype).reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
-    return second_moment(hessian_root(loss, output, target)(basis))
+    return second_moment(root_of(loss, output, target)(basis))
 
 
 @pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
@@ -211,7 +227,7 @@ def test_kl_batchmean():
     output = randn(2, C).log_softmax(1)
     loss = nn.KLDivLoss(reduction="batchmean")
     assert columns(loss, output, softened(output)).eq(0).all()
-    assert term_masses(loss, output).eq(1).all()
+    assert masses_of(loss, output).eq(1).all()
 
 
 @pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
@@ -219,7 +235,7 @@ def test_second_moments_of_drawn_gradients(loss, target, needed):
     output = randn(2, C, PLACES)
     y = target(output)
     for n in range(2):
-        draw = label_gradient_sampler(loss, repeated(output, n), repeated(y, n) if needed else None)
+        draw = sampler_of(loss, repeated(output, n), repeated(y, n) if needed else None)
         within_five_errors(second_moment(draw(1, source(11))), hessian(loss, output, y, n))
 
 
@@ -227,7 +243,7 @@ def test_labels_are_drawn_from_the_model():
     """p - v is one-hot at a class drawn with probability p; a class without probability never comes."""
     output = torch.tensor([[0.3, -math.inf, 1.1]], dtype=torch.float64).repeat(MANY, 1)
     p = output.softmax(1)
-    labels = p - label_gradient_sampler(nn.CrossEntropyLoss(), output)(1, source())[0]
+    labels = p - sampler_of(nn.CrossEntropyLoss(), output)(1, source())[0]
     torch.testing.assert_close(labels.sort(1).values, torch.tensor([0.0, 0, 1]).double().expand(MANY, -1))
     assert labels[:, 1].abs().max() == 0
     assert (labels.mean(0) - p[0]).abs().max() < 5 * math.sqrt(0.25 / MANY)
@@ -248,7 +264,7 @@ def test_labels_are_drawn_from_the_model():
     ],
 )
 def test_masses_without_target(loss, mass):
-    got = term_masses(loss, randn(2, C, PLACES), strict=False)
+    got = masses_of(loss, randn(2, C, PLACES), strict=False)
     torch.testing.assert_close(got, torch.full_like(got, mass))
 
 
@@ -257,7 +273,7 @@ def test_masses_of_places(make):
     output, target = randn(2, C, 3), torch.tensor([[0, -100, 2], [-100, -100, -100]])
     masses = torch.tensor([WEIGHT[0], 0.0, WEIGHT[2]], dtype=torch.float64)
     for reduction, expected in (("mean", masses / masses.sum()), ("sum", masses)):
-        got = term_masses(make(weight=WEIGHT, reduction=reduction), output, target)
+        got = masses_of(make(weight=WEIGHT, reduction=reduction), output, target)
         torch.testing.assert_close(got, torch.stack([expected, 0 * expected])[:, None])
 
 
@@ -266,9 +282,9 @@ def test_nan_in_a_sample_is_nan_there_and_nowhere_else(loss):
     output = randn(3, C)
     output[1, 0] = math.nan
     y = classes(output) if isinstance(loss, nn.CrossEntropyLoss) else binary(output)
-    found = [hessian_root(loss, output, y)(torch.ones(1, 3, C).double())]
+    found = [root_of(loss, output, y)(torch.ones(1, 3, C).double())]
     if loss is not mixing:
-        found.append(label_gradient_sampler(loss, output, y)(1, source()))
+        found.append(sampler_of(loss, output, y)(1, source()))
     for vectors in found:
         assert vectors[:, 1].isnan().any()
         assert vectors[:, [0, 2]].isfinite().all()
@@ -286,30 +302,30 @@ def test_nan_in_a_sample_is_nan_there_and_nowhere_else(loss):
 def test_refuses_losses_that_are_not_convex(loss):
     output = randn(4, C + 1)
     with pytest.raises(ValueError, match="not convex in the output"):
-        hessian_root(loss, output, binary(output))
+        root_of(loss, output, binary(output))
 
 
 def test_refuses_a_little_negative_curvature_but_no_rounding_error():
     with pytest.raises(ValueError, match="not convex"):
-        hessian_root(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
+        root_of(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
     for seed in range(5):  # rank 1 of 40
         output, line = randn(4, 40, seed=seed).float(), randn(40, seed=9).float()
-        hessian_root(lambda o, t, line=line: (o @ line).square().mean(), output, output)
+        root_of(lambda o, t, line=line: (o @ line).square().mean(), output, output)
 
 
 def test_a_nan_elsewhere_hides_no_negative_curvature():
     output = randn(3, C)
     output[1, 0] = math.nan
     with pytest.raises(ValueError, match="not convex"):
-        hessian_root(lambda o, t: -(o - t).square().mean(), output, binary(output))
+        root_of(lambda o, t: -(o - t).square().mean(), output, binary(output))
 
 
 def test_refuses_losses_that_are_not_differentiable():
     with pytest.raises(ValueError, match="not differentiable"):
-        hessian_root(lambda o, t: (o > t).double().mean(), randn(4, C), randn(4, C))
+        root_of(lambda o, t: (o > t).double().mean(), randn(4, C), randn(4, C))
 
 
-@pytest.mark.parametrize("find", [hessian_root, label_gradient_sampler])
+@pytest.mark.parametrize("find", [root_of, sampler_of])
 @pytest.mark.parametrize(
     "loss, name",
     [
@@ -326,18 +342,18 @@ def test_refuses_weights_without_target(find, loss, name):
 @pytest.mark.parametrize("loss", [mixing, nn.HuberLoss(), nn.KLDivLoss()])
 def test_refuses_missing_targets(loss):
     with pytest.raises(ValueError, match="the target, which is missing"):
-        hessian_root(loss, randn(3, C))
+        root_of(loss, randn(3, C))
 
 
 @pytest.mark.parametrize("loss", [nn.KLDivLoss(), nn.HuberLoss(), mixing])
 def test_refuses_to_draw_without_likelihood(loss):
     name = getattr(loss, "__name__", type(loss).__name__)
     with pytest.raises(ValueError, match=f"{name}.*CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"):
-        label_gradient_sampler(loss, randn(3, C), normal(randn(3, C)))
+        sampler_of(loss, randn(3, C), normal(randn(3, C)))
 
 
 def test_refuses_shapes():
     with pytest.raises(ValueError, match=r"\(N, C, ...\)"):
-        hessian_root(nn.CrossEntropyLoss(), randn(3))
+        root_of(nn.CrossEntropyLoss(), randn(3))
     with pytest.raises(ValueError, match="give both the same shape"):
-        hessian_root(nn.MSELoss(), randn(3, 1), randn(3, 2))
+        root_of(nn.MSELoss(), randn(3, 1), randn(3, 2))
