@@ -27,7 +27,12 @@ from curvature.gradients.jacobian_products import (
     complete_changes,
     output_changes,
 )
-from curvature.gradients.meeting_samples import SamplesMeet, require_apart, where_samples_meet
+from curvature.gradients.meeting_samples import (
+    SamplesMeet,
+    require_apart,
+    require_independent_samples,
+    where_samples_meet,
+)
 from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
 from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
@@ -45,7 +50,6 @@ from curvature.gradients.plans import (
     learn,
     plan_beside_copy,
     record,
-    require_independent_samples,
     single_sample_reference,
 )
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts

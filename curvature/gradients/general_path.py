@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 from curvature.gradients.batch import Batch
 from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.jacobian_products import gradient_rows
+from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision
 from curvature.losses import NoWeightedSum, found_of, shares_of_parts
@@ -155,15 +154,13 @@ def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
     """
     wanted, held = batch.parameters, max(1, graph_bytes([losses]))
     at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // held
-    eye = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-    back = partial(gradient_rows, losses, list(wanted.values()))
+    back = lambda at_once: dict(zip(wanted, rows_of_each(losses, list(wanted.values()), losses, at_once), strict=True))
     if at_once > 1:
-        parts = zip(*map(back, eye.split(at_once)), strict=True)
-        found = {k: torch.cat(own) for k, own in zip(wanted, parts, strict=True)}
-        total = dict(zip(wanted, back(torch.ones_like(losses)[None]), strict=True))
+        found, ones = back(at_once), torch.ones_like(losses)[None]
+        total = dict(zip(wanted, gradient_rows(losses, list(wanted.values()), ones), strict=True))
         if not differences({k: rows.sum(0) for k, rows in found.items()}, {k: g[0] for k, g in total.items()}):
             return found
-    return {k: torch.cat(own) for k, own in zip(wanted, zip(*map(back, eye.split(1)), strict=True), strict=True)}
+    return back(1)
 
 
 def by_vmap(batch: Batch) -> dict[str, Tensor]:

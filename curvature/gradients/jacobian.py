@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.functional import ExactNorms
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.jacobian_products import gradient_rows
+from curvature.gradients.jacobian_products import rows_of_each
 from curvature.gradients.parameter_terms import precise_terms, zeros
 from curvature.gradients.plans import kept_plan, learn
 from curvature.linalg import stack
@@ -391,7 +391,5 @@ def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.
     """The general path: one backward pass for each row."""
     leaves = list(parameters.values())
     step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in leaves)))
-    eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    rows = [gradient_rows(edge, leaves, part) for part in eye.split(step)]
-    columns = zip(parameters, zip(*rows, strict=True), strict=True)
-    return {name: [DenseGradients(torch.cat(parts))] for name, parts in columns}
+    rows = rows_of_each(edge, leaves, values, step)
+    return {name: [DenseGradients(own)] for name, own in zip(parameters, rows, strict=True)}

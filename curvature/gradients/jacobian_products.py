@@ -176,6 +176,13 @@ def batched_vjp(
     ]
 
 
+def rows_of_each(result: Tensor | GradientEdge, leaves: Sequence[Tensor], values: Tensor, at_once: int) -> list[Tensor]:
+    """The gradients (N, *shape) of each of the values (N,) of a result, by batched backward passes, some at a time."""
+    eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    parts = zip(*(gradient_rows(result, leaves, some) for some in eye.split(at_once)), strict=True)
+    return [torch.cat(own) for own in parts]
+
+
 def gradient_rows(result: Tensor | GradientEdge, leaves: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
     """`batched_vjp` of one result; zeros for leaves that it does not depend on."""
     found = batched_vjp([result], leaves, [vectors])

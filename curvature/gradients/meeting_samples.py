@@ -65,6 +65,15 @@ class SamplesMeet(ValueError):
         )
 
 
+def require_independent_samples(tape: Tape) -> None:
+    """Raise ValueError where a module makes samples depend on each other."""
+    if tape.mixing:
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
+            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
+        )
+
+
 def require_apart(batch: Batch, tape: Tape) -> None:
     """Raise `SamplesMeet` where a sample's output changes with the others."""
     where = where_samples_meet(batch, tape)
@@ -134,8 +143,8 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
         if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
             return UNSTEADY
         if not end.differs(other_end.states):
-            before = _outputs_of_modules(batch, kept, run)
-            return _first_that_differs(before, _outputs_of_modules(other, places, run)) or "model"
+            both = zip(_outputs_of_modules(batch, kept, run), _outputs_of_modules(other, places, run), strict=False)
+            return next((name for (name, a), (again, b) in both if name == again and _differ(a, b)), "model")
         if _depends_on_others(batch, kept, start):  # other draws: how many they are depends on the data
             return "model"
     return ""
@@ -254,8 +263,3 @@ def _outputs_of_modules(batch: Batch, kept: Tensor, run: Callable[[Batch], Any])
         for hook in hooks:
             hook.remove()
     return seen
-
-
-def _first_that_differs(first: list[tuple[str, list[Tensor]]], second: list[tuple[str, list[Tensor]]]) -> str:
-    both = zip(first, second, strict=False)
-    return next((name for (name, a), (again, b) in both if name == again and _differ(a, b)), "")

@@ -15,9 +15,9 @@ from curvature.gradients.batch import Batch
 from curvature.gradients.data import either_form
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.general_path import general_path_terms, terms_of_object_output
-from curvature.gradients.meeting_samples import require_apart
+from curvature.gradients.meeting_samples import require_apart, require_independent_samples
 from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
-from curvature.gradients.plans import differences, learn, record, require_independent_samples, single_sample_reference
+from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
 from curvature.recording import graph_leaves, preserve_state, stream_backprops, warn_once

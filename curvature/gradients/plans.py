@@ -100,15 +100,6 @@ def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Pl
     return tape, output, plan
 
 
-def require_independent_samples(tape: Tape) -> None:
-    """Raise ValueError where a module makes samples depend on each other."""
-    if tape.mixing:
-        raise ValueError(
-            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
-            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
-        )
-
-
 @full_precision()
 def learn(
     model: nn.Module, key: Any, tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None
@@ -132,10 +123,13 @@ def learn(
     is_coarse, in_order = are_coarse(backprops), lambda layouts: follow(layouts, backprops, len(losses), send)
     plan = PLANS.get(model, {}).get((key, signature_of(tape)))
     if plan is not None:
-        known = plan.layouts
-        again = [] if is_coarse else find_layouts(backprops, send(weights), weights, known)[0]
-        reached = (own == found for own, found, b in zip(known, again, backprops, strict=True) if b is not None)
-        if all(in_order(known) if is_coarse else reached):
+        if is_coarse:
+            is_right = all(in_order(plan.layouts))
+        else:
+            again, _ = find_layouts(backprops, send(weights), weights, plan.layouts)
+            reached = zip(plan.layouts, again, backprops, strict=True)
+            is_right = all(own == found for own, found, b in reached if b is not None)
+        if is_right:
             return plan, backprops
     parameters = [node.tensor for node in tape.parameters.values()]
     both = tape.gradients(outputs, [weights], also=parameters)

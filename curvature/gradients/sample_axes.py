@@ -63,15 +63,19 @@ def find_layouts(
             continue
         size = bw.norm()
         allowed = _allowed(size, b, floor)
+        if known is not None:
+            candidates = list(known[k])
+        elif count == 1:
+            axes = sorted(enumerate(b.shape), key=lambda axis: axis[1] != 1)
+            candidates = [Layout(dim, 1, 1, entries) for dim, entries in axes]
+        else:
+            candidates = list(candidate_axes(tuple(b.shape), count))
+            if b.device.type == "cpu":  # elsewhere the host would wait
+                candidates = _plausible(candidates, b, bw, weights, allowed)
+        tried.append(candidates)
         if count == 1:
-            sizes = sorted(enumerate(b.shape), key=lambda axis: axis[1] != 1)
-            tried.append([Layout(dim, 1, 1, size) for dim, size in sizes])
             asked.append(size > allowed)
             continue
-        candidates = list(candidate_axes(tuple(b.shape), count) if known is None else known[k])
-        if known is None and b.device.type == "cpu":  # elsewhere the host would wait
-            candidates = _plausible(candidates, b, bw, weights, allowed)
-        tried.append(candidates)
         if tried[-1]:
             limits = allowed, _allowed(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
             asked += [*limits, *(_error(layout, b, bw, weights) for layout in tried[-1])]

@@ -71,10 +71,6 @@ def _kept(found: set[Any]) -> set[str]:
     return {key[1] for key in found if key[0] == KEEPS}
 
 
-def _package(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
 def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
     """Meanwhile the modules have copies, which the graph may hold."""
     kept = [(vars(module), dict(vars(module))) for module in loss.modules()]
@@ -160,10 +156,11 @@ def _places(loss: Any, seen: set[int]) -> Iterator[Place]:
     else:
         names, cells = _names(loss.__code__), zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
         around = [Place(cell, name) for name, cell in cells if _is_filled(cell)]
+        package = str(loss.__globals__.get("__name__", "")).partition(".")[0]
         around += [Place(loss.__globals__, name) for name in names if name in loss.__globals__]
         for place in around:
             value, is_global = place.value, place.is_entry
-            if _package(loss) not in OTHERS and not isinstance(value, FIXED):
+            if package not in OTHERS and not isinstance(value, FIXED):
                 yield place
             if isinstance(value, FunctionType | partial | MethodType):
                 if not is_global or getattr(value, "__globals__", None) is loss.__globals__:

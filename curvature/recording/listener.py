@@ -51,6 +51,17 @@ def is_within_compiled() -> bool:
     return any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
 
 
+def _hooks_on(modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> list[Any]:
+    return [
+        handle
+        for module in modules
+        for handle in (
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+    ]
+
+
 class SubmoduleHooks:
     """Hooks on submodules with parameters (a LightningModule calls these), until the model itself is called.
 
@@ -65,14 +76,7 @@ class SubmoduleHooks:
         self.modules = WeakSet(with_parameters)
         self.last_called = ""  # since the last step
         self.problem = ""  # why the calls since then do not show the model's output
-        self.handles = [
-            handle
-            for module in with_parameters
-            for handle in (
-                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
-            )
-        ]
+        self.handles = _hooks_on(with_parameters, enter, leave)
 
     def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """Note a recorded pass of a submodule.
@@ -130,10 +134,7 @@ class Listener:
         self.missed = False  # whether a compiled pass went by since `expect`
         # until the expected pass everything runs uncompiled: models call themselves, or compiled functions call them
         self.eager, self.is_eager = ExitStack(), False
-        self.handles = [
-            model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self.leave, always_call=True),
-        ]
+        self.handles = _hooks_on([model], self.enter, self.leave)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Listener,)

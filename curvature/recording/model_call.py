@@ -86,7 +86,8 @@ def _below(model: nn.Module, key: str) -> set[int]:
     if own and not found:
         raise ValueError(f"parameters: nothing of {key!r} requires a gradient")
     if not found:
-        known = dict.fromkeys(part for name, p in named if p.requires_grad for part in _prefixes(name))
+        paths = [name.split(".") for name, p in named if p.requires_grad]
+        known = dict.fromkeys(".".join(path[:k]) for path in paths for k in range(1, len(path) + 1))
         near = difflib.get_close_matches(str(key), known, n=5, cutoff=0.4) or list(known)[:5]
         raise ValueError(f"parameters: no parameter or module is called {key!r}; near are {', '.join(near)}")
     return found
@@ -95,12 +96,6 @@ def _below(model: nn.Module, key: str) -> set[int]:
 def is_within(name: str, key: str) -> bool:
     """Whether a parameter has the name `key`, or is below the module of that name."""
     return name == key or name.startswith(key + ".")
-
-
-def _prefixes(name: str) -> list[str]:
-    """``"a.b.weight"`` to ``["a", "a.b", "a.b.weight"]``."""
-    parts = name.split(".")
-    return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
 def logits(output: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.gradients import general_path
+from curvature.gradients import general_path, jacobian_products
 from curvature.gradients.batch import Batch
 from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
@@ -39,9 +39,9 @@ def test_backward_passes_of_a_recorded_graph(
     cached_bytes: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some at a time where the graph is small, unless that is wrong."""
-    rows = general_path.gradient_rows
+    rows = jacobian_products.gradient_rows
     wrong = lambda *args: [g * (1 + (len(g) > 1)) for g in rows(*args)]
-    monkeypatch.setattr(general_path, "gradient_rows", wrong if is_wrong else rows)
+    monkeypatch.setattr(jacobian_products, "gradient_rows", wrong if is_wrong else rows)
     monkeypatch.setattr(general_path, "CACHED_BYTES", cached_bytes)
     model, x, y = problem()
     batch = Batch.of(model, nn.MSELoss(), x, y)
