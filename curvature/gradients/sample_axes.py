@@ -170,8 +170,7 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
         inner`` (outer = inner = 1 unless samples are folded with something else). None where no axis holds the samples:
         the output is shared between them, mixes them, or was not reached.
     """
-    layouts, _ = _experiment(tape, output, sample_dim)
-    return [next(iter(at_use), None) for at_use in layouts]
+    return _experiment(tape, output, sample_dim)[0]
 
 
 def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[Layout | None] | None:
@@ -180,13 +179,13 @@ def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[L
     So it is where gradients vanish, as below a last layer of zeros.
     """
     layouts, is_certain = _experiment(tape, output, 0, asked)
-    return [next(iter(at_use), None) for at_use in layouts] if is_certain else None
+    return layouts if is_certain else None
 
 
 @full_precision()
 def _experiment(
     tape: Tape, output: Tensor, sample_dim: int, asked: Sequence[bool] | None = None
-) -> tuple[list[list[Layout]], bool]:
+) -> tuple[list[Layout | None], bool]:
     """`find_layouts` of two backward passes; of all uses, or of those that are asked for."""
     count = output.shape[sample_dim]
     generator = torch.Generator(output.device).manual_seed(0)
@@ -197,4 +196,5 @@ def _experiment(
     backprops, weighted_backprops = (tape.gradients([output], [v]) for v in (vector, weighted))
     if asked is not None:
         backprops = [b if is_asked else None for b, is_asked in zip(backprops, asked, strict=True)]
-    return find_layouts(backprops, weighted_backprops, weights)
+    layouts, is_certain = find_layouts(backprops, weighted_backprops, weights)
+    return [next(iter(at_use), None) for at_use in layouts], is_certain

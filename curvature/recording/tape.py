@@ -71,6 +71,8 @@ class Use:
         versions: the data among the arguments, with the versions that they had.
         follows_graph: whether autograd's graph goes on behind the data.
         results: the outputs, if they depend on parameters alone.
+        names: of the parameters.
+        shape: of the output.
     """
 
     index: int
@@ -82,10 +84,12 @@ class Use:
     versions: list[tuple[Tensor, int]]
     follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
+    names: frozenset[str] = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
 
-    @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for node in self.slots.values() for name in node.names)
+    def __post_init__(self) -> None:
+        self.names = frozenset(name for node in self.slots.values() for name in node.names)
+        self.shape = self.call.shape if self.call is not None else ()
 
     @property
     def is_transpose(self) -> bool:
@@ -99,10 +103,6 @@ class Use:
         return self.function in MOVES and all(
             (new.tensor.dtype, new.tensor.shape) == (old.dtype, old.shape) for new in self.results
         )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.call.shape if self.call is not None else ()
 
     @property
     def activation(self) -> Tensor | None:
