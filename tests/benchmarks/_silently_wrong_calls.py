@@ -71,8 +71,13 @@ def only_batch(case: Case) -> tuple[Tensor, Tensor]:
     return batches[0]
 
 
+def is_joint(case: Case) -> bool:
+    """Whether samples meet in the model."""
+    return any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules())
+
+
 def refuse_joint_samples(case: Case) -> None:
-    if any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules()):
+    if is_joint(case):
         raise NoCase("samples of BatchNorm in training mode are not apart")
 
 
@@ -82,7 +87,7 @@ def refuse_joint_samples(case: Case) -> None:
 class Rows(Call):
     def truth(self, case: Case) -> Named:
         x, y = only_batch(case)
-        if any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules()):
+        if is_joint(case):
             return self._among_others(case, x, y)
         rows = [
             torch.autograd.grad(case.loss(case.model(x), y), list(trained(case.model).values()))
@@ -177,8 +182,7 @@ class BackPACKRows(Rows):
     def truth(self, case: Case) -> Named:
         """By its documentation the samples' parts of the gradient of the batch."""
         rows = super().truth(case)
-        is_joint = any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules())
-        shares = torch.full((5,), 0.2) if is_joint else matrices(case).sample_weights
+        shares = torch.full((5,), 0.2) if is_joint(case) else matrices(case).sample_weights
         return {name: torch.einsum("n,n...->n...", shares, g) for name, g in rows.items()}
 
     def truth_of_ours(self, case: Case) -> Named:
