@@ -1,7 +1,8 @@
-"""What all races share: runs with clocks of their own, turns, grids of learning rates, the file of what was tuned."""
+"""What all races share: runs with clocks of their own, turns, grids of learning rates, options and files."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -347,6 +348,46 @@ def save_tuned(path: Path, problem: Problem, entry: Entry, trials: Iterator[Tria
     found = {"chosen": best.setting, "machine": machine(problem.device), "grid": grid}
     tuned.setdefault(problem.name, {})[entry.name] = found
     save(path, tuned)
+
+
+def parser_of(description: str, tuned: Path) -> argparse.ArgumentParser:
+    """The options that all races have; `tuned` is the usual file of what was tuned."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--tune", action="store_true", help="tune the rivals, save what was found, and stop")
+    parser.add_argument("--report", action="store_true", help="run nothing: table and figure of what --json holds")
+    parser.add_argument("--tuned", type=Path, default=tuned, help="file of the tuned settings")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the budgets")
+    parser.add_argument("--json", type=Path, help="file of all runs; problems that it has already are replaced")
+    parser.add_argument("--table", type=Path, help="write the tables, in Markdown")
+    parser.add_argument("--figure", type=Path, help="draw what --json holds")
+    return parser
+
+
+def contest(
+    options: argparse.Namespace, problems: Mapping[str, Callable[[], Problem]], kind: type[Result],
+    rivals: Sequence[Entry], tuned: Callable[[Problem, Entry], Iterator[Trial]], raced: Callable[[Problem], Result],
+) -> dict[str, Any]:  # fmt: skip
+    """Tune the rivals on the problems, or race; the results are those of this call and those that --json had."""
+    saved = load(options.json) if options.json else {}
+    results = {name: kind.read(result) for name, result in saved.items()}
+    for name, make in problems.items() if not options.report else ():
+        problem = make()
+        if options.tune:
+            for entry in rivals:
+                save_tuned(options.tuned, problem, entry, tuned(problem, entry))
+            continue
+        results[name] = kind.read(raced(problem).plain())  # shown as it is stored
+        if options.json:
+            save(options.json, {name: result.plain() for name, result in results.items()})
+    return results
+
+
+def shown(options: argparse.Namespace, text: str, more: str = "") -> None:
+    """Print the tables; `more` is for the file alone."""
+    print(f"\n{text}")
+    if options.table:
+        options.table.write_text(text + more)
 
 
 def settings(path: Path, problem: str, entries: Sequence[Entry], how: str) -> dict[Entry, Setting]:

@@ -22,7 +22,8 @@ from _generality_data import (
     table,
 )
 from _generality_loops import gan, policy_gradient
-from _generality_models import LSTM, VAE, Encoder, Modular, Ratings, ViT, mlp, normalised, residual, siren
+from _generality_models import VAE, Encoder, Modular, Ratings, normalised, residual, siren
+from _networks import LSTM, ViT, mlp
 from _problems import Models, Problem, Values, documentation, epochs, pixel_loss, supervised, token_loss
 from _race_problems import GPT
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ ERROR = {"objective": "mean squared error", "metric": "mean squared error", "mea
 
 def vit() -> Problem:
     title = "ViT 2 x 48, patches of 7 x 7, 4,000 MNIST digits"
-    make = functools.partial(ViT, 48, 2, 4)
+    make = functools.partial(ViT, 48, 2, 4, patch=7, classes=10, channels=1, side=28)
     return supervised("vit", title, make, F.cross_entropy, digits(1, 28, 28), batch=64, budget=6.0, **FEW)
 
 
@@ -53,7 +54,7 @@ def batchnorm_cnn() -> Problem:
 def lstm() -> Problem:
     _, vocabulary = documentation()
     title = f"character LSTM, {vocabulary} symbols, width 96, 48 characters of Python's help"
-    make = functools.partial(LSTM, vocabulary, 96)
+    make = functools.partial(LSTM, vocabulary, 96, vocabulary)
     return supervised("lstm", title, make, token_loss, characters(48), batch=32, budget=6.0, seen=200, tested=200)
 
 

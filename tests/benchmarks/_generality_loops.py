@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from _generality_models import mlp
+from _networks import mlp
 from _problems import Models, Problem, Update, Values
 from torch import Tensor, nn
 

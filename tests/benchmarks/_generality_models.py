@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from _networks import Block
+from _networks import mlp
 from torch import Tensor, nn
-
-
-class ViT(nn.Module):
-    """Images (N, 1, 28, 28) to logits: patches of 7 x 7, a class token, a table of positions."""
-
-    def __init__(self, d: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, d, 7, stride=7)
-        self.first = nn.Parameter(0.02 * torch.randn(1, 1, d))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 17, d))
-        self.blocks = nn.Sequential(*(Block(d, heads, causal=False) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.patches(x).flatten(2).mT
-        tokens = torch.cat([self.first.expand(len(x), -1, -1), tokens], 1) + self.positions
-        return self.head(self.norm(self.blocks(tokens)[:, 0]))
 
 
 class Residual(nn.Module):
@@ -56,19 +38,6 @@ def normalised(*channels: int) -> nn.Sequential:
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
         layers += [nn.MaxPool2d(2)] if i < 2 else []
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(49 * channels[-1], 10))
-
-
-class LSTM(nn.Module):
-    """Characters (N, T) to logits (N, T, vocabulary)."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.cells = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cells(self.tokens(x))[0])
 
 
 class Encoder(nn.Module):
@@ -102,14 +71,6 @@ def siren(width: int, hidden: int) -> nn.Sequential:
     """Places (N, 2) to colours (N, 3)."""
     sines = [Sine(2 if i == 0 else width, width, first=i == 0) for i in range(hidden)]
     return nn.Sequential(*sines, nn.Linear(width, 3))
-
-
-def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Linear layers with activations in between."""
-    layers: list[nn.Module] = []
-    for i, o in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(i, o), activation()]
-    return nn.Sequential(*layers[:-1])
 
 
 class VAE(nn.Module):

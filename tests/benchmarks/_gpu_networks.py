@@ -7,40 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _networks import ViT, resnet18
+from _networks import ViT, resnet18, resnet50
 from _race_problems import GPT
 from torch import Tensor, nn
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with BatchNorm and a skip (He et al., arXiv:1512.03385, figure 5 right)."""
-
-    def __init__(self, i: int, width: int, stride: int) -> None:
-        super().__init__()
-        o = 4 * width
-        sizes = [(i, width, 1, 1), (width, width, 3, stride), (width, o, 1, 1)]
-        layers: list[nn.Module] = []
-        for a, b, kernel, step in sizes:
-            layers += [nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
-        self.body = nn.Sequential(*layers[:-1])
-        self.skip: nn.Module = nn.Identity()
-        if stride > 1 or i != o:
-            self.skip = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.skip(x))
-
-
-def resnet50(width: int, depths: tuple[int, ...], classes: int) -> nn.Sequential:
-    """ResNet-50 with its stem for large images; `width` is 64 and `depths` are 3, 4, 6, 3 in the original."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, 1))
-    i = width
-    for k, depth in enumerate(depths):
-        for n in range(depth):
-            layers.append(Bottleneck(i, width << k, 2 if k and not n else 1))
-            i = 4 * (width << k)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
 
 
 class ClassesSecond(nn.Module):

@@ -48,17 +48,11 @@ class Curvature(Matrix):
 
 
 class BackPACKDiagonal(BackPACK, Matrix):
-    """`DiagGGNExact` or `DiagGGNMC`."""
+    name, attribute = "DiagGGNExact", "diag_ggn_exact"
 
-    def __init__(self, *setting: Any, name: str, **options: int) -> None:
-        super().__init__(*setting)
-        self.name, self.options = name, options
-        self.attribute = "diag_ggn_exact" if name == "DiagGGNExact" else "diag_ggn_mc"
 
-    def extension(self) -> object:
-        from backpack import extensions
-
-        return getattr(extensions, self.name)(**self.options)
+class BackPACKSampled(BackPACK, Matrix):
+    name, attribute, options = "DiagGGNMC", "diag_ggn_mc", {"mc_samples": 1}
 
 
 class NNGeometry(Matrix):
@@ -162,12 +156,12 @@ Kinds = dict[str, Callable[..., Matrix]]
 SAMPLED, EXACT = curvature.sampled(1), curvature.exact()
 DIAGONAL: Kinds = {
     "curvature": partial(Curvature, build=curvature.fisher_diagonal, inject=EXACT),
-    "BackPACK": partial(BackPACKDiagonal, name="DiagGGNExact"),
+    "BackPACK": BackPACKDiagonal,
     "nngeometry": partial(NNGeometry, metric="FIM", form="PMatDiag"),
 }
 SAMPLED_DIAGONAL: Kinds = {
     "curvature": partial(Curvature, build=curvature.fisher_diagonal, inject=SAMPLED),
-    "BackPACK": partial(BackPACKDiagonal, name="DiagGGNMC", mc_samples=1),
+    "BackPACK": BackPACKSampled,
     "nngeometry": partial(NNGeometry, metric="FIM_MonteCarlo", form="PMatDiag"),
 }
 FACTORS: Kinds = {

@@ -1,4 +1,4 @@
-"""Networks of the benchmarks."""
+"""Networks that several benchmarks have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IMAGE_SIDE = 32  # pixels
+
+
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear layers with activations in between."""
+    layers: list[nn.Module] = []
+    for i, o in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(i, o), activation()]
+    return nn.Sequential(*layers[:-1])
 
 
 class Block(nn.Module):
@@ -45,20 +53,22 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-class Basic(nn.Module):
-    """Two 3x3 convolutions with norms and a skip (He et al., arXiv:1512.03385, figure 5 left)."""
+class Skip(nn.Module):
+    """Convolutions, each (i, o, kernel, stride), with norms and a skip (He et al., arXiv:1512.03385, figure 5)."""
 
-    def __init__(self, i: int, o: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, *sizes: tuple[int, int, int, int], norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.first, self.norm1 = nn.Conv2d(i, o, 3, stride, 1, bias=False), norm(o)
-        self.second, self.norm2 = nn.Conv2d(o, o, 3, 1, 1, bias=False), norm(o)
+        layers: list[nn.Module] = []
+        for i, o, kernel, stride in sizes:
+            layers += [nn.Conv2d(i, o, kernel, stride, kernel // 2, bias=False), norm(o), nn.ReLU()]
+        self.body = nn.Sequential(*layers[:-1])
         self.skip: nn.Module = nn.Identity()
-        if stride > 1 or i != o:
-            self.skip = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), norm(o))
+        first, last, stride = sizes[0][0], sizes[-1][1], max(size[3] for size in sizes)
+        if stride > 1 or first != last:
+            self.skip = nn.Sequential(nn.Conv2d(first, last, 1, stride, bias=False), norm(last))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
-        return F.relu(y + self.skip(x))
+        return torch.relu(self.body(x) + self.skip(x))
 
 
 def resnet18(width: int, classes: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
@@ -66,35 +76,53 @@ def resnet18(width: int, classes: int, norm: Callable[[int], nn.Module] = nn.Bat
     stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), norm(width), nn.ReLU()]
     blocks, i = [], width
     for o, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
-        blocks += [Basic(i, o, stride, norm), Basic(o, o, 1, norm)]
+        blocks += [Skip((i, o, 3, stride), (o, o, 3, 1), norm=norm), Skip((o, o, 3, 1), (o, o, 3, 1), norm=norm)]
         i = o
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
+
+
+def resnet50(width: int, depths: tuple[int, ...], classes: int) -> nn.Sequential:
+    """ResNet-50 with its stem for large images; `width` is 64 and `depths` are 3, 4, 6, 3 in the original."""
+    norm = nn.BatchNorm2d
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    i = width
+    for k, depth in enumerate(depths):
+        inner = width << k
+        for n in range(depth):
+            stride = 2 if k and not n else 1
+            layers.append(Skip((i, inner, 1, 1), (inner, inner, 3, stride), (inner, 4 * inner, 1, 1), norm=norm))
+            i = 4 * inner
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
 
 
 class ViT(nn.Module):
     """Vision transformer (arXiv:2010.11929): patches, a class token, learned positions, norm first."""
 
-    def __init__(self, d: int, layers: int, heads: int, patch: int, classes: int) -> None:
+    def __init__(
+        self, d: int, layers: int, heads: int, patch: int, classes: int, channels: int = 3, side: int = IMAGE_SIDE
+    ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, d, patch, patch)
-        self.token = nn.Parameter(torch.zeros(1, 1, d))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (IMAGE_SIDE // patch) ** 2, d))
+        self.patches = nn.Conv2d(channels, d, patch, patch)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, d))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (side // patch) ** 2, d))
         self.blocks = nn.Sequential(*(Block(d, heads, causal=False) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.patches(x).flatten(2).mT
         hidden = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
-        return self.head(self.norm(self.blocks(hidden))[:, 0])
+        return self.head(self.norm(self.blocks(hidden)[:, 0]))
 
 
 class LSTM(nn.Module):
-    """Tokens (N, T) to the logits (N, classes) of the sequence."""
+    """Tokens (N, T) to logits (N, T, outputs), or to those of the last place alone, (N, outputs)."""
 
-    def __init__(self, vocabulary: int, width: int, layers: int, classes: int) -> None:
+    def __init__(self, tokens: int, width: int, outputs: int, layers: int = 1, last: bool = False) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, classes)
-        self.recurrent = nn.LSTM(width, width, layers, batch_first=True)
+        self.tokens = nn.Embedding(tokens, width)
+        self.cells = nn.LSTM(width, width, layers, batch_first=True)
+        self.head, self.last = nn.Linear(width, outputs), last
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.recurrent(self.tokens(x))[0][:, -1])
+        hidden = self.cells(self.tokens(x))[0]
+        return self.head(hidden[:, -1] if self.last else hidden)

@@ -149,9 +149,14 @@ class OpacusGhostClipped(Opacus):
 
 
 class BackPACK(Method):
-    """Base: the model extended once, a backward pass with `extension`, what it stored at `attribute`."""
+    """Base: the model extended once, a backward pass with an extension, what it stored at `attribute`.
 
+    Extensions warn about layers that they do not know; `stored` finds the parameters without a result.
+    """
+
+    name: str
     attribute: str
+    options: dict[str, int] = {}
 
     def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
         from backpack import extend
@@ -160,23 +165,16 @@ class BackPACK(Method):
         extend(self.model)
         self.extended_loss: nn.Module = extend(copy.deepcopy(loss))
 
-    def extension(self) -> object:
-        """One that warns about layers it does not know; `stored` finds the parameters without a result."""
-        raise NotImplementedError
-
     def value(self) -> Tensor:
         """What goes back."""
         return self.extended_loss(self.model(self.x), self.y)
 
-    def backward(self) -> Gradients:
-        from backpack import backpack
+    def run(self) -> Gradients | Tensor:
+        from backpack import backpack, extensions
 
-        with backpack(self.extension()):
+        with backpack(getattr(extensions, self.name)(**self.options)):
             self.value().backward()
         return self.stored(self.attribute)
-
-    def run(self) -> Gradients | Tensor:
-        return self.backward()
 
     def clear(self) -> None:
         super().clear()
@@ -186,31 +184,23 @@ class BackPACK(Method):
 
 
 class BackPACKGradients(BackPACK):
-    """`BatchGrad`. BackPACK divides by N under a mean loss, so N times the loss goes back."""
+    """BackPACK divides by N under a mean loss, so N times the loss goes back."""
 
-    attribute = "grad_batch"
-
-    def extension(self) -> object:
-        from backpack.extensions import BatchGrad
-
-        return BatchGrad()
+    name, attribute = "BatchGrad", "grad_batch"
 
     def value(self) -> Tensor:
         return super().value() * self.x.shape[0]
 
 
 class BackPACKNorms(BackPACKGradients):
-    """`BatchL2Grad`: squared norms per parameter."""
+    """From squared norms per parameter."""
 
-    attribute = "batch_l2"
-
-    def extension(self) -> object:
-        from backpack.extensions import BatchL2Grad
-
-        return BatchL2Grad()
+    name, attribute = "BatchL2Grad", "batch_l2"
 
     def run(self) -> Gradients | Tensor:
-        return torch.stack(list(self.backward().values())).sum(0).sqrt()
+        squares = super().run()
+        assert isinstance(squares, dict)
+        return torch.stack(list(squares.values())).sum(0).sqrt()
 
 
 class ExpandedWeights(Method):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from _generality_models import mlp, normalised
-from _networks import Block
+from _generality_models import normalised
+from _networks import Block, mlp
 from _problems import Pair, Problem, documentation, epochs, mnist, pixel_loss, split, to_a_target, token_loss
 from torch import Tensor, nn
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table; `align` has "l" or "r" for each column, the last for all that follow."""
+def lines_of(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Those of a table; `align` has "l" or "r" for each column, the last for all that follow."""
     columns = align.ljust(len(head), align[-1])
     rule = [{"l": "---", "r": "---:"}[side] for side in columns]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+    for row in itertools.chain([head, rule], rows):
+        yield f"| {' | '.join(row)} |"
+
+
+def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(lines_of(head, align, rows))
+
+
+def printed(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> None:
+    """Each row as soon as it is known."""
+    for line in lines_of(head, align, rows):
+        print(line, flush=True)
 
 
 def processor() -> str:

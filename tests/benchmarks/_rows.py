@@ -12,8 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from _report import markdown
@@ -64,6 +65,39 @@ class Plain(Method):
         return {}
 
 
+Clock = Callable[[], float]
+T = TypeVar("T")
+
+
+def timed(run: Callable[[], T], clock: Clock = time.process_time, device: str = "cpu") -> tuple[T, float]:
+    """What it returns, and its seconds."""
+    wait(device)
+    start = clock()
+    found = run()
+    wait(device)
+    return found, clock() - start
+
+
+def wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def in_turns(ways: Mapping[str, Callable[[], T]], rounds: Iterable[int]) -> dict[str, list[T]]:
+    """What each way, which times itself, returns in every round; each round another one begins."""
+    names = list(ways)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    for number in rounds:
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            found[name].append(ways[name]())
+    return found
+
+
+def clock_of(options: argparse.Namespace) -> Clock:
+    return time.process_time if options.cpu_time else time.perf_counter
+
+
 @dataclass(frozen=True)
 class Timing:
     """How long to measure, where, and by which clock."""
@@ -71,28 +105,21 @@ class Timing:
     rounds: int
     seconds: float
     device: str
-    cpu_time: bool
+    clock: Clock
 
     def timed(self, method: Method) -> float:
         """Seconds of one run; its results are freed afterwards."""
-        clock = time.process_time if self.cpu_time else time.perf_counter
-        self.synchronize()
-        start = clock()
-        result = method.run()
-        self.synchronize()
-        taken = clock() - start
-        del result
+        taken = timed(method.run, self.clock, self.device)[1]
         method.clear()
         return taken
+
+    def best(self, method: Method, repeats: int) -> float:
+        return min(self.timed(method) for _ in range(repeats))
 
     def repeats(self, method: Method) -> int:
         """Warm up, and choose how often a round runs the method: the best of up to five, within 0.05 seconds."""
         once = min(self.timed(method) for _ in range(3))
         return max(1, min(5, int(0.05 / once)))
-
-    def synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
 
 
 class Row:
@@ -137,20 +164,13 @@ class Row:
 
     def measure(self, timing: Timing) -> None:
         """Fill `times`, {method: seconds of each round}: at least three rounds."""
-        names = list(self.methods)
-        repeats = {name: timing.repeats(self.methods[name]) for name in names}
-        self.times = {name: [] for name in names}
+        ways = {name: partial(timing.best, method, timing.repeats(method)) for name, method in self.methods.items()}
         gc.collect()
         gc.disable()
         start = time.perf_counter()
+        goes_on = lambda turn: turn < 3 or time.perf_counter() - start <= timing.seconds
         try:
-            for turn in range(timing.rounds):
-                if turn >= 3 and time.perf_counter() - start > timing.seconds:
-                    break
-                shift = turn % len(names)
-                for name in names[shift:] + names[:shift]:
-                    best = min(timing.timed(self.methods[name]) for _ in range(repeats[name]))
-                    self.times[name].append(best)
+            self.times = in_turns(ways, itertools.takewhile(goes_on, range(timing.rounds)))
         finally:
             gc.enable()
         self.methods.clear()
@@ -237,7 +257,7 @@ def arguments(description: str, choices: Sequence[str], models: bool = False) ->
 
 def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
     """Measure the rows and print the table; `head` names the labels of a row."""
-    timing = Timing(options.rounds, options.seconds, options.device, options.cpu_time)
+    timing = Timing(options.rounds, options.seconds, options.device, clock_of(options))
     lines, rounds = [], []
     for row in rows:
         row.measure(timing)
@@ -254,7 +274,7 @@ def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], opt
 def machine(timing: Timing, rounds: Sequence[int]) -> str:
     cuda = timing.device.startswith("cuda")
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU thread(s)"
-    clock = "processor time" if timing.cpu_time else "wall time"
+    clock = "processor time" if timing.clock is time.process_time else "wall time"
     return (
         f"Ratios of {clock} to the plain batch gradient on {name}, torch {torch.__version__}, "
         f"medians of {min(rounds)} to {max(rounds)} rounds; † fastest."

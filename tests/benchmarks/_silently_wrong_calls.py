@@ -71,8 +71,13 @@ def only_batch(case: Case) -> tuple[Tensor, Tensor]:
     return batches[0]
 
 
+def is_joint(case: Case) -> bool:
+    """Whether samples meet in the model."""
+    return any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules())
+
+
 def refuse_joint_samples(case: Case) -> None:
-    if any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules()):
+    if is_joint(case):
         raise NoCase("samples of BatchNorm in training mode are not apart")
 
 
@@ -82,7 +87,7 @@ def refuse_joint_samples(case: Case) -> None:
 class Rows(Call):
     def truth(self, case: Case) -> Named:
         x, y = only_batch(case)
-        if any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules()):
+        if is_joint(case):
             return self._among_others(case, x, y)
         rows = [
             torch.autograd.grad(case.loss(case.model(x), y), list(trained(case.model).values()))
@@ -157,28 +162,28 @@ class VmapRows(Rows):
         return vmap(grad(loss), (None, 0, 0))(values, x, y)
 
 
-def of_backpack(case: Case, extension: Any, attribute: str) -> dict[str, Any]:
-    from backpack import backpack, extend
+class OfBackPACK(Call):
+    """What the extension of that name stores."""
 
-    (x, y), model, loss = only_batch(case), extend(copy.deepcopy(case.model)), extend(copy.deepcopy(case.loss))
-    with backpack(extension):
-        loss(model(x), y).backward()
-    return {name: getattr(p, attribute) for name, p in trained(model).items()}
-
-
-class BackPACKRows(Rows):
-    peer, name = "backpack-for-pytorch", "`BatchGrad`"
+    peer = "backpack-for-pytorch"
+    attribute: str
 
     def theirs(self, case: Case) -> Named:
-        from backpack.extensions import BatchGrad
+        from backpack import backpack, extend, extensions
 
-        return of_backpack(case, BatchGrad(), "grad_batch")
+        (x, y), model, loss = only_batch(case), extend(copy.deepcopy(case.model)), extend(copy.deepcopy(case.loss))
+        with backpack(getattr(extensions, self.name.strip("`"))()):
+            loss(model(x), y).backward()
+        return {name: getattr(p, self.attribute) for name, p in trained(model).items()}
+
+
+class BackPACKRows(OfBackPACK, Rows):
+    name, attribute = "`BatchGrad`", "grad_batch"
 
     def truth(self, case: Case) -> Named:
         """By its documentation the samples' parts of the gradient of the batch."""
         rows = super().truth(case)
-        is_joint = any(isinstance(m, nn.BatchNorm1d) and m.training for m in case.model.modules())
-        shares = torch.full((5,), 0.2) if is_joint else matrices(case).sample_weights
+        shares = torch.full((5,), 0.2) if is_joint(case) else matrices(case).sample_weights
         return {name: torch.einsum("n,n...->n...", shares, g) for name, g in rows.items()}
 
     def truth_of_ours(self, case: Case) -> Named:
@@ -188,13 +193,8 @@ class BackPACKRows(Rows):
 # Diagonals.
 
 
-class BackPACKDiagonal(Call):
-    peer, name = "backpack-for-pytorch", "`DiagGGNExact`"
-
-    def theirs(self, case: Case) -> Named:
-        from backpack.extensions import DiagGGNExact
-
-        return of_backpack(case, DiagGGNExact(), "diag_ggn_exact")
+class BackPACKDiagonal(OfBackPACK):
+    name, attribute = "`DiagGGNExact`", "diag_ggn_exact"
 
     def truth(self, case: Case) -> Named:
         only_batch(case)
@@ -205,13 +205,8 @@ class BackPACKDiagonal(Call):
         return curvature.fisher_diagonal(case.model, case.loss, case.loader)
 
 
-class BackPACKHessian(Call):
-    peer, name = "backpack-for-pytorch", "`DiagHessian`"
-
-    def theirs(self, case: Case) -> Named:
-        from backpack.extensions import DiagHessian
-
-        return of_backpack(case, DiagHessian(), "diag_h")
+class BackPACKHessian(OfBackPACK):
+    name, attribute = "`DiagHessian`", "diag_h"
 
     def truth(self, case: Case) -> Named:
         only_batch(case)
@@ -336,14 +331,12 @@ class AutogradHessian(FuncHessian):
         return FuncHessian.theirs(self, case)
 
 
-class BackPACKFactors(Factors):
-    peer, name = "backpack-for-pytorch", "`KFLR`"
+class BackPACKFactors(OfBackPACK, Factors):
+    name, attribute = "`KFLR`", "kflr"
 
     def theirs(self, case: Case) -> Named:
-        from backpack.extensions import KFLR
-
-        found = of_backpack(case, KFLR(), "kflr")
-        return {name: torch.kron(*factors) if len(factors) > 1 else factors[0] for name, factors in found.items()}
+        found = super().theirs(case).items()
+        return {name: torch.kron(*factors) if len(factors) > 1 else factors[0] for name, factors in found}
 
     def truth(self, case: Case) -> Named:
         only_batch(case)

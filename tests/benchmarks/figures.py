@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import _report
 from bench_all import COMMANDS, RESULTS, ROOT, Stored, Table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,10 +63,8 @@ def markdown(table: Table) -> str:
     rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
     if table.columns[0] == "family":
         rows = [[NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
-    table = Table(table.columns, rows)
-    columns = list(zip(*table.rows, strict=True))
-    rules = ["---:" if all(map(NUMBER.fullmatch, column)) else "---" for column in columns]
-    return "".join(f"| {' | '.join(row)} |\n" for row in [table.columns, rules, *table.rows])
+    align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]
+    return _report.markdown(table.columns, "".join(align), rows) + "\n"
 
 
 def origin(stored: Stored) -> str:

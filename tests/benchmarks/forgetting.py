@@ -15,6 +15,8 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from _networks import mlp
+from _report import printed
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -67,7 +69,7 @@ def outcomes(seed: int) -> dict[tuple[str, str], tuple[float, float]]:
     first, unseen = digits(seed)
     second = first[0][:, mixed], first[1]
     tasks = unseen, (unseen[0][:, mixed], unseen[1])
-    start = fit(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), first, 200)
+    start = fit(mlp(64, 16, 10, activation=nn.Tanh), first, 200)
     models = {("the first task alone", "-"): start, ("no penalty", "-"): fit(start, second, 100)}
     for name, K in matrices(start, first).items():
         for strength in STRENGTHS:
@@ -81,10 +83,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = [outcomes(seed) for seed in range(options.seeds)]
-    print("| penalty | strength | right of the first task, % | right of the second, % |\n| --- | ---: | ---: | ---: |")
-    for name in found[0]:
-        one, other = (statistics.median(own[name][task] for own in found) for task in (0, 1))
-        print(f"| {' | '.join(name)} | {one:.1f} | {other:.1f} |")
+    cells = lambda name: (f"{statistics.median(own[name][task] for own in found):.1f}" for task in (0, 1))
+    head = ["penalty", "strength", "right of the first task, %", "right of the second, %"]
+    printed(head, "lr", ([*name, *cells(name)] for name in found[0]))
 
 
 if __name__ == "__main__":

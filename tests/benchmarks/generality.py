@@ -22,16 +22,17 @@ import statistics
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from _contest import LEAD, Attempt, Record, Run, Trial, save_tuned, settings, take_turns, tune, warm_up
+from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
 from _contest_report import FamilyResult, family_figure, family_table, line
 from _generality_families import FAMILIES
 from _generality_scores import Targets, crossing, level
 from _problems import Problem
 from _race_rivals import ENTRIES, Entry, Setting
-from _report import load, machine, save, words
+from _report import load, machine, words
 
 import optimizers
 
@@ -47,19 +48,11 @@ CONTESTANTS = {name: ENTRIES[name] for name in GRIDS} | OURS
 
 
 def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__ or "", TUNED)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--optimizers", nargs="+", choices=CONTESTANTS, help="default: the rivals, kfac and ekfac")
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
-    parser.add_argument("--tune", action="store_true", help="tune the rivals, save what was found, and stop")
-    parser.add_argument("--report", action="store_true", help="run nothing: table and figure of what --json holds")
     parser.add_argument("--rivals", type=Path, help="take the rivals' runs from this file of another call's --json")
-    parser.add_argument("--tuned", type=Path, default=TUNED, help="file of the tuned learning rates")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the budgets")
     parser.add_argument("--curves", action="store_true", help="print steps, seconds, losses and metrics of ours")
-    parser.add_argument("--json", type=Path, help="file of all runs; families that it has already are replaced")
-    parser.add_argument("--table", type=Path, help="write the tables, in Markdown")
-    parser.add_argument("--figure", type=Path, help="draw the ratios")
     options = parser.parse_args(args)
     if options.optimizers is None:
         options.optimizers = [*([] if options.rivals else GRIDS), "kfac", "ekfac"]
@@ -146,35 +139,20 @@ def race_all(options: argparse.Namespace, family: Problem) -> FamilyResult:
     return result
 
 
-def report(options: argparse.Namespace, results: dict[str, FamilyResult]) -> None:
-    if not any(result.scores() for result in results.values()):
-        return
-    label = lambda name: CONTESTANTS[name].label
-    text = family_table(results, label)
-    print(f"\n{text}")
-    if options.table:
-        options.table.write_text(text)
-    if options.figure:
-        family_figure(results, options.figure, label)
-
-
 def main(args: Sequence[str] | None = None) -> None:
     options = arguments(args)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    saved = load(options.json) if options.json else {}
-    results = {name: FamilyResult.read(result) for name, result in saved.items()}
-    for name in [] if options.report else options.families:
-        family = FAMILIES[name]()
-        if options.tune:
-            for entry in (ENTRIES[name] for name in GRIDS if name in options.optimizers):
-                save_tuned(options.tuned, family, entry, tuned(family, entry, options.scale * family.budget))
-            continue
-        results[name] = FamilyResult.read(race_all(options, family).plain())  # shown as it is stored
-        if options.json:
-            save(options.json, {family: result.plain() for family, result in results.items()})
-    if not options.tune:
-        report(options, {name: results[name] for name in FAMILIES if name in results})
+    families = {name: FAMILIES[name] for name in options.families}
+    rivals = [ENTRIES[name] for name in GRIDS if name in options.optimizers]
+    on_family = lambda family, entry: tuned(family, entry, options.scale * family.budget)
+    found = contest(options, families, FamilyResult, rivals, on_family, partial(race_all, options))
+    results = {name: found[name] for name in FAMILIES if name in found}
+    if not options.tune and any(result.scores() for result in results.values()):
+        label = lambda name: CONTESTANTS[name].label
+        shown(options, family_table(results, label))
+        if options.figure:
+            family_figure(results, options.figure, label)
 
 
 if __name__ == "__main__":

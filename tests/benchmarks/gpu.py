@@ -2,7 +2,6 @@
 
     python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--json gpu.json] [--out gpu.md]
     python tests/benchmarks/gpu.py curvature [--device cuda] [--small] [--only nanogpt resnet18] [--json FILE]
-    python tests/benchmarks/gpu.py gpt2 [--batch 8] [--length 1024] [--rounds 3] [--threads 1 --cpu-time]
 
 "steps", which is also what runs when nothing is named: KFAC and EKFAC beside SGD, AdamW, Muon and SOAP, in single
 precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
@@ -14,9 +13,6 @@ GPU, so a first orientation and no comparison. Networks are in evaluation mode, 
 factors come from one sampled label. "Cholesky" damps the factors, "eigenvalues" the matrix. Ratios are medians over
 rounds.
 
-"gpt2": ordinary steps of KFAC on GPT-2 small, and steps that renew all factors and invert all blocks, beside AdamW's.
-If each happens once in n steps, the mean step is ``ordinary + (whole - ordinary) / n``.
-
 Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it costs on a GPU.
 """
 
@@ -27,19 +23,19 @@ import gc
 import json
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_networks import FULL, SMALL, Network, gpt
+from _gpu_networks import FULL, SMALL, Network
 from _race_rivals import adamw, muon, sgd, soap
 from _report import machine, markdown
-from _rows import peak_bytes
+from _rows import Clock, clock_of, in_turns, peak_bytes, timed
 from _workloads import LOSS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,10 +115,6 @@ class Run:
         if self.is_ours:
             self.opt.monitor.steps = SETTLED
 
-    @property
-    def renewed(self) -> bool:
-        return self.is_ours and self.opt.monitor.entries[-1]["renewed"]
-
     def rest(self) -> None:
         """From here on nothing is renewed or inverted."""
         if self.is_ours:
@@ -130,8 +122,10 @@ class Run:
             schedule.factor_every = schedule.decompose_every = RARE
             self.opt.monitor.steps = schedule.renewed = 10 * RARE
 
-    def timed(self, clock: Callable[[], float]) -> float:
-        return seconds_of(self.step, self.device, clock)
+    def timed(self, clock: Clock) -> tuple[float, bool]:
+        """Seconds of a step, and whether it has renewed something."""
+        seconds = timed(self.step, clock, self.device)[1]
+        return seconds, self.is_ours and self.opt.monitor.entries[-1]["renewed"]
 
     def check(self) -> None:
         """Refuse figures of a run that did not train."""
@@ -161,19 +155,6 @@ class Result:
     def share(self) -> float:
         """Of the mean step, what ordinary steps have not."""
         return 1 - statistics.median(self.ordinary) / statistics.mean(self.seconds)
-
-
-def wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def seconds_of(call: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
-    wait(device)
-    start = clock()
-    call()
-    wait(device)
-    return clock() - start
 
 
 def waits_of(step: Callable[[], None], device: str) -> int:
@@ -212,25 +193,18 @@ def compare(network: Network, precision: str, options: argparse.Namespace) -> li
     runs = {name: Run(name, *setting) for name in CONTESTANTS}
     for run in runs.values():
         run.settle()
-    for number in range(options.rounds):
-        for name in turned(list(runs), number):
-            found[name].seconds.append(runs[name].timed(options.clock))
-            if runs[name].renewed:
-                found[name].renewing.append(found[name].seconds[-1])
+    ways = {name: partial(run.timed, clock_of(options)) for name, run in runs.items()}
+    for name, times in in_turns(ways, range(options.rounds)).items():
+        found[name].seconds = [seconds for seconds, _ in times]
+        found[name].renewing = [seconds for seconds, renewed in times if renewed]
     for run in runs.values():
         run.rest()
-    for number in range(max(3, options.rounds // 4)):
-        for name in turned(list(runs), number):
-            found[name].ordinary.append(runs[name].timed(options.clock))
+    for name, times in in_turns(ways, range(max(3, options.rounds // 4))).items():
+        found[name].ordinary = [seconds for seconds, _ in times]
     for name, run in runs.items():
         found[name].waits = waits_of(run.step, run.device)
         run.check()
     return list(found.values())
-
-
-def turned(names: list[str], number: int) -> list[str]:
-    """Each round another one begins."""
-    return names[number % len(names) :] + names[: number % len(names)]
 
 
 def cells(result: Result, base: Result) -> list[str]:
@@ -301,16 +275,17 @@ def quantities(network: Network, device: str) -> dict[str, Callable[[], object]]
 
 
 def measure(name: str, network: Network, options: argparse.Namespace) -> list[Quantity]:
-    device, calls = options.device, quantities(network, options.device)
-    results = {}
+    device, calls, peaks = options.device, quantities(network, options.device), {}
     for quantity, call in calls.items():
         call()  # plans are learnt, kernels chosen
-        results[quantity] = Quantity(name, quantity, [], peak_bytes(call, device.startswith("cuda")))
-    for number in range(options.rounds):
-        for quantity in turned(list(calls), number):
-            gc.collect()
-            results[quantity].seconds.append(seconds_of(calls[quantity], device, options.clock))
-    return list(results.values())
+        peaks[quantity] = peak_bytes(call, device.startswith("cuda"))
+
+    def seconds(call: Callable[[], object]) -> float:
+        gc.collect()
+        return timed(call, clock_of(options), device)[1]
+
+    times = in_turns({quantity: partial(seconds, call) for quantity, call in calls.items()}, range(options.rounds))
+    return [Quantity(name, quantity, own, peaks[quantity]) for quantity, own in times.items()]
 
 
 def table_of_quantities(title: str, results: Sequence[Quantity], with_published: bool) -> str:
@@ -322,34 +297,6 @@ def table_of_quantities(title: str, results: Sequence[Quantity], with_published:
         published = PUBLISHED[result.network].get(result.quantity, "-") if with_published else "-"
         rows.append([result.quantity, milliseconds, f"{ratio:.2f}", f"{result.peak / 1e6:.0f}", published])
     return f"**{title}**\n\n{markdown(head, 'lr', rows)}\n"
-
-
-INTERVALS = 10, 32, 100  # steps
-
-
-def mean_step(ordinary: float, whole: float, interval: int) -> float:
-    return ordinary + (whole - ordinary) / interval
-
-
-def gpt2(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
-    size = {"d": 32, "layers": 2, "heads": 2} if options.small else {"d": 768, "layers": 12, "heads": 12}
-    network = gpt("GPT-2", 50 if options.small else 50257, options.length, options.batch, **size)
-    first, kfac = runs = [Run(name, network, options.device) for name in ("AdamW", "KFAC")]
-    for run in runs:
-        for _ in range(2):
-            run.step()
-    schedule = kfac.opt.preconditioner.schedule
-    schedule.factor_every = schedule.decompose_every = 1
-    whole = statistics.median(kfac.timed(options.clock) for _ in range(options.rounds))
-    kfac.rest()
-    pairs = [[run.timed(options.clock) for run in runs] for _ in range(options.rounds)]
-    for run in runs:
-        run.check()
-    usual, ordinary = (statistics.median(times) for times in zip(*pairs, strict=True))
-    times = f"AdamW {usual:.3g} s, KFAC: ordinary {ordinary:.3g} s, renewing and inverting {whole:.3g} s"
-    yield f"{network.title}: {times}", []
-    for interval in INTERVALS:
-        yield f"every {interval} steps: {mean_step(ordinary, whole, interval) / usual:.3f} times AdamW's step", []
 
 
 def steps(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
@@ -365,7 +312,7 @@ def matrices(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
         yield table_of_quantities(options.networks[name].title, results, not options.small), results
 
 
-WHAT = {"steps": (steps, 20), "curvature": (matrices, 10), "gpt2": (gpt2, 3)}  # and how often everything is timed
+WHAT = {"steps": (steps, 20), "curvature": (matrices, 10)}  # and how often everything is timed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -376,8 +323,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
     parser.add_argument("--only", nargs="+", help="these networks")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
-    parser.add_argument("--batch", type=int, default=8, help="of gpt2")
-    parser.add_argument("--length", type=int, default=1024, help="of gpt2")
     parser.add_argument("--rounds", type=int, help="how often everything is timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
@@ -389,12 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
     is_cuda, (run, rounds) = options.device.startswith("cuda"), WHAT[options.what]
-    options.small = options.small or not is_cuda and options.what != "gpt2"
+    options.small = options.small or not is_cuda
     options.rounds = options.rounds or rounds
     options.precisions = options.precisions or list(PRECISIONS)[: 2 if is_cuda else 1]
-    options.networks = (SMALL if options.small else FULL).get(options.what, {})
+    options.networks = (SMALL if options.small else FULL)[options.what]
     options.only = options.only or list(options.networks)
-    options.clock, clock = (time.process_time, "processor") if options.cpu_time else (time.perf_counter, "wall")
+    clock = "processor" if options.cpu_time else "wall"
     lines, found = [f"{machine(options.device)}{', small networks' if options.small else ''}, {clock} time\n"], []
     print(lines[0], flush=True)
     for text, results in run(options):

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import logging
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _networks import mlp
+from _report import printed
 from _retraining import Data, digits
+from _rows import in_turns, timed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,23 +34,15 @@ BATCH = 500
 Times = dict[str, float]
 
 
-def mlp() -> nn.Module:
-    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)]
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
 def cnn() -> nn.Module:
     first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 49, 10))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"MLP 784-512-256-10": mlp, "CNN 1-16-32": cnn}
-
-
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.process_time()
-    return run(), time.process_time() - start
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MLP 784-512-256-10": lambda: nn.Sequential(nn.Flatten(), *mlp(784, 512, 256, 10)), "CNN 1-16-32": cnn,
+}  # fmt: skip
 
 
 def ours(model: nn.Module, train: Data, query: Data, empirical: bool) -> tuple[Tensor, Times]:
@@ -89,18 +84,15 @@ def theirs(model: nn.Module, train: Data, query: Data, empirical: bool) -> tuple
     return found, {"factors": factors, "scores": scores}
 
 
-def row(name: str, rounds: int, train: Data, query: Data) -> str:
+def row(name: str, rounds: int, train: Data, query: Data) -> list[str]:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     a, b = (way(model, train, query, empirical=True)[0].flatten() for way in (ours, theirs))
     agreement = float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
-    found: dict[str, list[Times]] = {"ours": [], "theirs": []}
-    for _ in range(rounds):
-        found["ours"].append(ours(model, train, query, empirical=False)[1])
-        found["theirs"].append(theirs(model, train, query, empirical=False)[1])
-    best = {who: {what: min(own[what] for own in times) for what in times[0]} for who, times in found.items()}
-    cells = [f"{best[who][what]:.2f}" for what in ("factors", "scores") for who in ("ours", "theirs")]
-    return " | ".join([name, *cells, f"{agreement:.4f}"])
+    ways = {way.__name__: lambda way=way: way(model, train, query, empirical=False)[1] for way in (ours, theirs)}
+    found = in_turns(ways, range(rounds))
+    cells = [f"{min(own[what] for own in times):.2f}" for what in ("factors", "scores") for times in found.values()]
+    return [name, *cells, f"{agreement:.4f}"]
 
 
 def main() -> None:
@@ -110,16 +102,12 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        import kronfluence  # noqa: F401
-    except ImportError as reason:
-        print(f"not installed: {reason.name} (in a folder of its own, see {__file__})")
+    if importlib.util.find_spec("kronfluence") is None:
+        print(f"not installed: kronfluence (in a folder of its own, see {__file__})")
         return
     train, query = ((x.view(-1, 1, 28, 28), y) for x, y in digits(options.digits, options.queries))
-    print("| model | factors, s | kronfluence | scores, s | kronfluence | correlation |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for name in MODELS:
-        print(f"| {row(name, options.rounds, train, query)} |", flush=True)
+    head = ["model", "factors, s", "kronfluence", "scores, s", "kronfluence", "correlation"]
+    printed(head, "lr", (row(name, options.rounds, train, query) for name in MODELS))
 
 
 if __name__ == "__main__":

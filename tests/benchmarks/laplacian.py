@@ -1,6 +1,6 @@
 """Value, gradient and Laplacian of an MLP: `curvature.laplacian` against nested gradients and torch.func.
 
-    python tests/benchmarks/laplacian.py [--threads 1] [--rounds 41] [--cpu-time]
+    python tests/benchmarks/laplacian.py [--rounds 41] [--cpu-time]
 
 Each way is first checked against the others. "forward" gives the three results, "loss" is forward and backward of the
 mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
+from _networks import mlp
+from _report import printed
+from _rows import Clock, clock_of, in_turns, timed
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
@@ -22,7 +24,7 @@ import curvature
 
 Result = tuple[Tensor, Tensor, Tensor]
 Way = Callable[[nn.Module, Tensor], Result]
-CASES = {"2-64-64-1": (2, 64, 2), "10-64-64-1": (10, 64, 2), "2-256-256-256-1": (2, 256, 3)}  # inputs, width, layers
+CASES = "2-64-64-1", "10-64-64-1", "2-256-256-256-1"
 
 
 def nested(model: nn.Module, x: Tensor) -> Result:
@@ -75,26 +77,18 @@ def loss(way: Way, model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 def made(case: str, activation: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    d, width, depth = CASES[case]
-    layers: list[nn.Module] = [nn.Linear(d, width), activation()]
-    for _ in range(depth - 1):
-        layers += [nn.Linear(width, width), activation()]
-    return nn.Sequential(*layers, nn.Linear(width, 1)).double(), torch.rand(900, d).double()
+    widths = [int(width) for width in case.split("-")]
+    return mlp(*widths, activation=activation).double(), torch.rand(900, widths[0]).double()
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+def medians(runs: dict[str, Callable[[], object]], rounds: int, clock: Clock) -> dict[str, float]:
     """Milliseconds."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for k in range(rounds + 2):
-        for name, run in runs.items():
-            start = clock()
-            run()
-            if k > 1:
-                seconds[name].append(clock() - start)
-    return {name: 1000 * statistics.median(found) for name, found in seconds.items()}
+    ways = {name: lambda run=run: timed(run, clock)[1] for name, run in runs.items()}
+    in_turns(ways, range(2))
+    return {name: 1000 * statistics.median(found) for name, found in in_turns(ways, range(rounds)).items()}
 
 
-def rows(case: str, activation: type[nn.Module], rounds: int, clock: Callable[[], float]) -> Iterator[str]:
+def rows(case: str, activation: type[nn.Module], rounds: int, clock: Clock) -> Iterator[list[str]]:
     """Of the table, checked first."""
     model, x = made(case, activation)
     expected = (*nested(model, x), *loss(nested, model, x))
@@ -106,25 +100,23 @@ def rows(case: str, activation: type[nn.Module], rounds: int, clock: Callable[[]
     both = {name: lambda way=way: loss(way, model, x) for name, way in WAYS.items()}
     for what, runs in (("forward", forward), ("loss", both)):
         found = medians(runs, rounds, clock)
-        best = min(found.values())
-        cells = [f"{ms:.2f}{' †' if ms == best else ''}" for ms in found.values()]
-        yield f"| {case}, {activation.__name__} | {what} | {plain:.2f} | {' | '.join(cells)} |"
+        cells = [f"{ms:.2f}{' †' if ms == min(found.values()) else ''}" for ms in found.values()]
+        yield [f"{case}, {activation.__name__}", what, f"{plain:.2f}", *cells]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    print(f"| model | what | the model alone, ms | {' | '.join(WAYS)} |")
-    print(f"| --- | --- | ---: | {' | '.join('---:' for _ in WAYS)} |")
-    for case in CASES:
-        for activation in (nn.Tanh, nn.SiLU):
-            for row in rows(case, activation, options.rounds, clock):
-                print(row, flush=True)
+    torch.set_num_threads(1)
+    every = (
+        row
+        for case in CASES
+        for kind in (nn.Tanh, nn.SiLU)
+        for row in rows(case, kind, options.rounds, clock_of(options))
+    )
+    printed(["model", "what", "the model alone, ms", *WAYS], "llr", every)
 
 
 if __name__ == "__main__":

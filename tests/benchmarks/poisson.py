@@ -10,12 +10,15 @@ points when the processor's seconds are over. Adam's learning rate is the best o
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from _networks import mlp
+from _report import printed
 from torch import Tensor, nn
 
 import curvature
@@ -41,10 +44,10 @@ class Poisson:
     @staticmethod
     def of(seed: int, sizes: tuple[int, ...]) -> Poisson:
         torch.manual_seed(seed)
-        layers = [m for i, o in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(i, o), nn.Tanh())]
+        model = mlp(*sizes, activation=nn.Tanh)
         inside, t, side = torch.rand(900, 2), torch.rand(120), torch.arange(120) % 4
         edge = torch.stack([torch.where(side < 2, t, side - 2.0), torch.where(side < 2, side.double(), t)], 1)
-        return Poisson(nn.Sequential(*layers[:-1]), inside, edge, torch.rand(9000, 2))
+        return Poisson(model, inside, edge, torch.rand(9000, 2))
 
     def residuals(self) -> Tensor:
         bend = curvature.laplacian(self.model, self.inside)[2][:, 0]
@@ -101,22 +104,20 @@ def run(method: Method, seed: int, sizes: tuple[int, ...], seconds: float) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    print(f"root mean square error after {arguments.seconds:g} s (steps)\n")
-    print("| network | method |", *(f"seed {seed} |" for seed in range(arguments.seeds)))
-    print("| --- | --- |" + " ---: |" * arguments.seeds)
-    for sizes in NETWORKS:
-        for name, settings in METHODS.items():
-            cells = []
-            for seed in range(arguments.seeds):
-                error, steps = min(run(method, seed, sizes, arguments.seconds) for method in settings)
-                cells.append(f"{error:.1e} ({steps})")
-            print(f"| {'-'.join(map(str, sizes))} | {name} | {' | '.join(cells)} |", flush=True)
+    print(f"root mean square error after {options.seconds:g} s (steps)\n")
+
+    def rows() -> Iterator[list[str]]:
+        for sizes, (name, settings) in itertools.product(NETWORKS, METHODS.items()):
+            found = [min(run(way, seed, sizes, options.seconds) for way in settings) for seed in range(options.seeds)]
+            yield ["-".join(map(str, sizes)), name, *(f"{error:.1e} ({steps})" for error, steps in found)]
+
+    printed(["network", "method", *(f"seed {seed}" for seed in range(options.seeds))], "llr", rows())
 
 
 if __name__ == "__main__":

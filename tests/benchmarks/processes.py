@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _race_problems import cnn
+from _report import printed
 from torch.nn.parallel import DistributedDataParallel
 
 from optimizers import EKFAC, KFAC
@@ -77,7 +78,7 @@ def measured(size: int, name: str, batch: int, steps: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKES), choices=list(MAKES))
@@ -87,10 +88,9 @@ def main(arguments: list[str]) -> None:
         for name, found in rows.items():
             one = measured(1, name, 128, options.steps)
             found.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
-    print("| optimizer | one process, images/s | the same batch each | the batch in two |\n| --- | --- | --- | --- |")
-    for name, found in rows.items():
-        one, same, split = (statistics.median(column) for column in zip(*found, strict=True))
-        print(f"| {name} | {one:.0f} | {same:.2f} | {split:.2f} |")
+    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in rows.items()}
+    cells = ([name, *map("{:{}}".format, found, (".0f", ".2f", ".2f"))] for name, found in medians.items())
+    printed(["optimizer", "one process, images/s", "the same batch each", "the batch in two"], "l", cells)
 
 
 if __name__ == "__main__":

@@ -24,37 +24,27 @@ import os
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from _contest import LEAD, TURN, Attempt, Record, Run, Trial, save_tuned, settings, take_turns, tune, warm_up
+from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
 from _contest_report import RaceResult, grid_lines, race_figure, race_table
 from _problems import Problem
 from _race_problems import PROBLEMS
-from _race_rivals import ENTRIES, OURS, Entry, Setting
-from _report import load, machine, markdown, save
+from _race_rivals import ENTRIES, OURS, RIVALS, Entry, Setting
+from _report import load, machine, markdown
 
 TUNED = Path(__file__).with_name("race_tuned.json")
 PRUNE = 1.3  # a point of a grid is abandoned after this many times the seconds of the best
 
 
 def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__ or "", TUNED)
     parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES), help="these contestants alone")
-    parser.add_argument("--seeds", type=int, default=3)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--tune", action="store_true", help="tune the rivals, save what was found, and stop")
-    what.add_argument("--batches", type=int, nargs="+", help="race ours at these batch sizes, and stop")
-    what.add_argument("--report", action="store_true", help="run nothing: table and figure of what --json holds")
-    parser.add_argument("--tuned", type=Path, default=TUNED, help="file of the tuned settings")
-    parser.add_argument("--cap-scale", type=float, default=1.0, help="multiplies the seconds that a run may take")
-    parser.add_argument("--turn", type=float, default=TURN, help="seconds of one turn in the race")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", help="race ours at these batch sizes, and stop")
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
-    parser.add_argument("--json", type=Path, help="file of all points; problems that it has already are replaced")
-    parser.add_argument("--table", type=Path, help="write the tables and grids, in Markdown")
-    parser.add_argument("--figure", type=Path, help="draw training loss over seconds")
     return parser.parse_args(args)
 
 
@@ -73,11 +63,11 @@ def trial_of(problem: Problem, entry: Entry, cap: float) -> Attempt:
     return attempt
 
 
-def race(problem: Problem, contestants: Mapping[Entry, Setting], seed: int, cap: float, turn: float) -> list[Record]:
+def race(problem: Problem, contestants: Mapping[Entry, Setting], seed: int, cap: float) -> list[Record]:
     """A run stops at the target, where it fails, or after `LEAD` times the winner's seconds, but not before `cap`."""
     runs = [Run(problem, entry, setting, seed) for entry, setting in contestants.items()]
     first = lambda: min((run.seconds for run in runs if run.reached), default=0.0)
-    take_turns(runs, lambda: max(LEAD * first(), cap), turn)
+    take_turns(runs, lambda: max(LEAD * first(), cap))
     for run in runs:
         run.look()
     return [run.record() for run in runs]
@@ -89,7 +79,7 @@ def race_all(options: argparse.Namespace, problem: Problem) -> RaceResult:
     warm_up(problem, contestants)
     records = []
     for seed in range(options.seeds):
-        for record in race(problem, contestants, seed, options.cap_scale * problem.budget, options.turn):
+        for record in race(problem, contestants, seed, options.scale * problem.budget):
             last = record.reached or record.points[-1]
             found = f"{record.end:9s} loss {last.loss:<10.4g} steps {last.step:<6.0f} {last.seconds:.2f} s"
             print(f"{problem.name:12s} {record.name:10s} seed {seed} {found}", flush=True)
@@ -107,8 +97,8 @@ def batch_table(options: argparse.Namespace) -> str:
     rows = []
     for name, size in itertools.product(options.problem, options.batches):
         problem = PROBLEMS[name](options.device, batch=size)
-        cap = options.cap_scale * problem.budget
-        found = [race(problem, ours, seed, cap, options.turn) for seed in range(options.seeds)]
+        cap = options.scale * problem.budget
+        found = [race(problem, ours, seed, cap) for seed in range(options.seeds)]
         cells = []
         for records in zip(*found, strict=True):
             steps, seconds = (
@@ -122,41 +112,23 @@ def batch_table(options: argparse.Namespace) -> str:
     return markdown(head, "lr", rows) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
 
 
-def report(options: argparse.Namespace, results: dict[str, RaceResult]) -> None:
-    tuned = load(options.tuned)
-    text = "\n".join(race_table(result) for result in results.values())
-    print(f"\n{text}")
-    if options.table:
-        lines = [line for name in results for line in grid_lines(tuned.get(name, {}), results[name].title)]
-        options.table.write_text(f"{text}\n### Grids\n\n" + "\n".join(lines))
-    if options.figure and results:
-        race_figure(results, options.figure)
-
-
 def main(args: Sequence[str] | None = None) -> None:
     options = arguments(args)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.batches:
-        text = batch_table(options)
-        print(f"\n{text}")
-        if options.table:
-            options.table.write_text(text)
-        return
-    saved = load(options.json) if options.json else {}
-    results = {name: RaceResult.read(result) for name, result in saved.items()}
-    for name in [] if options.report else options.problem:
-        problem = PROBLEMS[name](options.device)
-        if options.tune:
-            for entry in (ENTRIES[name] for name in ENTRIES if name in options.only and ENTRIES[name].lrs):
-                trials = tune(entry, entry.lrs, trial_of(problem, entry, options.cap_scale * problem.budget))
-                save_tuned(options.tuned, problem, entry, trials)
-            continue
-        results[name] = RaceResult.read(race_all(options, problem).plain())  # shown as it is stored
-        if options.json:
-            save(options.json, {name: result.plain() for name, result in results.items()})
+        return shown(options, batch_table(options))
+    problems = {name: partial(PROBLEMS[name], options.device) for name in options.problem}
+    rivals = [entry for entry in RIVALS if entry.name in options.only]
+    tuned = lambda problem, entry: tune(entry, entry.lrs, trial_of(problem, entry, options.scale * problem.budget))
+    results = contest(options, problems, RaceResult, rivals, tuned, partial(race_all, options))
     if not options.tune:
-        report(options, results)
+        grids = load(options.tuned)
+        lines = [line for name in results for line in grid_lines(grids.get(name, {}), results[name].title)]
+        shown(options, "\n".join(map(race_table, results.values())), "\n### Grids\n\n" + "\n".join(lines))
+        if options.figure and results:
+            race_figure(results, options.figure)
+    return None
 
 
 if __name__ == "__main__":

@@ -29,29 +29,15 @@ from _silently_wrong_calls import Call, Named, NoCase  # noqa: E402
 from _silently_wrong_cases import CASES, Case  # noqa: E402
 
 CALLS: list[Call] = [
-    of_matrices.BackPACKRows(),
-    of_matrices.BackPACKDiagonal(),
-    of_matrices.BackPACKHessian(),
-    of_matrices.BackPACKFactors(),
-    of_matrices.OpacusRows(),
-    of_matrices.OpacusNorms(),
-    of_matrices.CurvlinopsGGN(),
-    of_matrices.CurvlinopsHessian(),
-    of_matrices.CurvlinopsEF(),
-    of_matrices.CurvlinopsKFAC(),
-    of_matrices.NNGeometryDense(),
-    of_matrices.NNGeometryFactors(),
-    of_uses.LaplaceFull(),
-    of_uses.LaplaceFactors(),
-    of_uses.LaplaceLast(),
-    of_uses.SINGDInputs(),
-    of_uses.SINGDTrained(),
-    of_matrices.VmapRows(),
-    of_matrices.FuncHessian(),
-    of_matrices.AutogradHessian(),
-    of_uses.FuncLaplacian(),
-    of_uses.LaplacianGradient(),
-]
+    call() for call in (
+        of_matrices.BackPACKRows, of_matrices.BackPACKDiagonal, of_matrices.BackPACKHessian,
+        of_matrices.BackPACKFactors, of_matrices.OpacusRows, of_matrices.OpacusNorms, of_matrices.CurvlinopsGGN,
+        of_matrices.CurvlinopsHessian, of_matrices.CurvlinopsEF, of_matrices.CurvlinopsKFAC,
+        of_matrices.NNGeometryDense, of_matrices.NNGeometryFactors, of_uses.LaplaceFull, of_uses.LaplaceFactors,
+        of_uses.LaplaceLast, of_uses.SINGDInputs, of_uses.SINGDTrained, of_matrices.VmapRows, of_matrices.FuncHessian,
+        of_matrices.AutogradHessian, of_uses.FuncLaplacian, of_uses.LaplacianGradient,
+    )
+]  # fmt: skip
 TOLERANCE = 1e-6
 OUTCOMES = "right", "raises", "warned", "wrong"
 PEERS = {

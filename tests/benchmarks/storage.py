@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _networks import mlp
+from _report import printed
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ def trained() -> tuple[nn.Module, Tensor, Tensor]:
     images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
     images = images.float() / 16
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
+    model = mlp(64, 96, 32, 10, activation=nn.Tanh)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(300):
         batch = torch.randint(1500, (100,))
@@ -62,13 +64,15 @@ def errors() -> None:
         kept[f"{name}, bfloat16"] = name, single.to(torch.bfloat16)
     kept["kfac, factors in bfloat16"] = "kfac", rounded_factors(exact["kfac"].to(torch.float32))
     print("largest eigenvalue", f"{float(exact['kfac'].eigenvalues(1)):.2g}")
-    head = ["", *(f"damping {damping:g}" for damping in DAMPINGS), "file"]
-    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
-    for label, (name, K) in kept.items():
-        row = [_error(K, exact[name], flat, damping) for damping in DAMPINGS]
+
+    def row(label: str, name: str, K: Operator) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             K.save(path := Path(folder, "K.pt"))
-            print(f"| {label} | {' | '.join(row)} | {path.stat().st_size / 1000:.0f} kB |")
+            size = f"{path.stat().st_size / 1000:.0f} kB"
+        return [label, *(_error(K, exact[name], flat, damping) for damping in DAMPINGS), size]
+
+    head = ["", *(f"damping {damping:g}" for damping in DAMPINGS), "file"]
+    printed(head, "l", (row(label, *given) for label, given in kept.items()))
 
 
 def _error(K: Operator, exact: Operator, v: Tensor, damping: float) -> str:

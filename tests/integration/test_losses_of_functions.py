@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.losses import exact, propagated
-from support.odd.functions import Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient
+from support.odd.functions import Kinked, Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient, StraightThrough
 
 pytestmark = pytest.mark.fast
 N, D = 5, 3
@@ -80,17 +80,6 @@ def test_losses_whose_second_derivative_torch_loses_are_refused(
             BUILDERS[name](model, made, (x, y))
 
 
-class Relu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.is_positive = x > 0
-        return x.relu()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.is_positive
-
-
 class Huber(torch.autograd.Function):
     """Of a residual; its second derivative jumps."""
 
@@ -102,18 +91,6 @@ class Huber(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * ctx.saved_tensors[0].clamp(-1, 1)
-
-
-class Rounded(torch.autograd.Function):
-    """Straight-through: its gradient is that of another function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (4 * x).round() / 4
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
 
 
 class Reversed(torch.autograd.Function):
@@ -176,18 +153,18 @@ class OwnPerceptual(nn.Module):
 
 
 FINE = {
-    "relu": lambda o, y: Relu.apply(o * y).square().mean(),
-    "hinge": lambda o, y: Relu.apply(1 - o * y.sign()).mean(),
+    "relu": lambda o, y: Kinked.apply(o * y).square().mean(),
+    "hinge": lambda o, y: Kinked.apply(1 - o * y.sign()).mean(),
     "huber": lambda o, y: Huber.apply(o - y).mean(),
     "huber with all inside": lambda o, y: Huber.apply(0.01 * (o - y)).sum(),
     "clamped": lambda o, y: (Clamped.apply(o) - y).square().mean(),
-    "straight-through": lambda o, y: (Rounded.apply(o) - y).square().mean(),
+    "straight-through": lambda o, y: (StraightThrough.apply(o) - y).square().mean(),
     "reversed": lambda o, y: (Reversed.apply(o) - y).square().mean() + o.exp().sum(1).mean(),
     "cubed": lambda o, y: Cubed.apply(o - y).square().mean(),
     "cubed in a sum": lambda o, y: Cubed.apply(o).sum(),
     "in single precision": lambda o, y: CubedInSinglePrecision.apply(o - y).sum(),
     "sine": lambda o, y: SineWithDetachedGradient.apply(o.square()).mean(),
-    "linear": lambda o, y: (Relu.apply(o) * y).mean(),
+    "linear": lambda o, y: (Kinked.apply(o) * y).mean(),
 }
 
 

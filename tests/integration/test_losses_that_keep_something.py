@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from support.comparisons import right_rows
+from support.oracles import brute_force as oracle
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 Kept = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], Any]]  # a loss, and what it keeps now
@@ -239,25 +241,18 @@ def of_parameters(model: nn.Module) -> Any:
 
 def test_what_a_function_only_reads_is_copied_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y, copied = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,)), []
-    expected = [torch.autograd.grad(of_a_table(model(x[n : n + 1]), y[n : n + 1]), model.weight)[0] for n in range(5)]
+    expected = oracle.per_sample_gradients(model, of_a_table, x, y)
     clone = Tensor.clone
     monkeypatch.setattr(Tensor, "clone", lambda t, **k: copied.append(t.shape) or clone(t, **k))
     for k in range(2):
         copied.clear()
-        found = curvature.per_sample_gradients(model, of_a_table, x, y)["weight"]
-        torch.testing.assert_close(found, torch.stack(expected))
+        torch.testing.assert_close(curvature.per_sample_gradients(model, of_a_table, x, y), expected)
         assert (TABLE.shape in copied) == (k == 0)
 
 
 def test_functions_that_read_parameters() -> None:
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
-    loss = of_parameters(model)
-    for _ in range(2):
-        found = curvature.per_sample_gradients(model, loss, x, y)
-        for n in range(5):
-            alone = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), [model.weight, model.bias])
-            torch.testing.assert_close(found["weight"][n], alone[0])
-            torch.testing.assert_close(found["bias"][n], alone[1])
+    right_rows(model, of_parameters(model), x, y)
 
 
 class Logged(nn.Module):

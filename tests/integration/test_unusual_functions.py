@@ -14,7 +14,14 @@ import curvature
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
-from support.odd.functions import Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient
+from support.odd.functions import (
+    Kinked,
+    Sine,
+    SineByNumpy,
+    SineOfContext,
+    SineWithDetachedGradient,
+    StraightThrough,
+)
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
@@ -71,27 +78,6 @@ def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refu
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"autograd.Function \(Sine\)"):
             H @ torch.ones(15)
-
-
-class Kinked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.is_positive = x > 0
-        return x.relu()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.is_positive
-
-
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (4 * x).round() / 4
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
 
 
 class Cubed(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import curvature
 from support.cases.case import Raw
+from support.comparisons import right_rows
 from support.oracles.brute_force import Matrices
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
@@ -31,10 +32,7 @@ def test_samples_that_meet_in_the_loss_of_a_tuple_are_refused() -> None:
     with pytest.raises(ValueError, match="no weighted sum of the losses of its samples"):
         curvature.per_sample_norms(model, contrast, x, torch.zeros(5))
     apart = lambda o, y: (1 - (o[0] * o[1]).sum(1)).mean()
-    rows = curvature.per_sample_gradients(model, apart, x, torch.zeros(5))["a.weight"]
-    for n in range(5):
-        (expected,) = torch.autograd.grad(apart(model(x[n : n + 1]), None), model.a.weight)
-        torch.testing.assert_close(rows[n], expected)
+    right_rows(model, apart, x, torch.zeros(5))
 
 
 def heads(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,14 +94,7 @@ def test_losses_of_several_outputs(name: str, container: str, dtype: torch.dtype
     model = Raw(lambda m, x: pack(heads(m, x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).to(dtype)
     torch.set_default_dtype(dtype)
     x, y = torch.randn(5, 4), torch.randn(5, 3)
-    loss = lambda o, y: APART[name](unpack(o), y)
-    for _ in range(2):
-        found = curvature.per_sample_gradients(model, loss, x, y)
-        for n in range(5):
-            parameters, value = dict(model.named_parameters()), loss(model(x[n : n + 1]), y[n : n + 1])
-            alone = torch.autograd.grad(value, list(parameters.values()), materialize_grads=True, allow_unused=True)
-            for k, g in zip(parameters, alone, strict=True):
-                torch.testing.assert_close(found[k][n], g)
+    right_rows(model, lambda o, y: APART[name](unpack(o), y), x, y)
 
 
 @pytest.mark.parametrize("is_root", [False, True])
@@ -118,11 +109,8 @@ def test_losses_of_a_tuple_with_a_complex_part(is_root: bool) -> None:
     if is_root:
         with pytest.raises(ValueError, match="no weighted sum"):
             curvature.per_sample_norms(model, loss, x, y)
-        return
-    found = curvature.per_sample_gradients(model, loss, x, y)["b.weight"]
-    for n in range(5):
-        (expected,) = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), model.b.weight)
-        torch.testing.assert_close(found[n], expected)
+    else:
+        right_rows(model, loss, x, y)
 
 
 def test_a_loss_of_a_tuple_is_asked_where_another_one_was_used_before() -> None:
@@ -240,9 +228,7 @@ def test_what_a_loss_of_the_users_calls_its_reduction_is_its_own_affair() -> Non
         def forward(self, o: Tensor, t: Tensor) -> Tensor:
             return (o - t).square().sum() / len(o)
 
-    model, x, t = nn.Linear(4, 3), torch.randn(5, 4), torch.randn(5, 3)
-    rows = curvature.per_sample_gradients(model, Own(), x, t)["weight"]
-    torch.testing.assert_close(rows[0], torch.autograd.grad(Own()(model(x[:1]), t[:1]), model.weight)[0])
+    right_rows(nn.Linear(4, 3), Own(), torch.randn(5, 4), torch.randn(5, 3))
 
 
 def test_a_loss_that_reads_parameters_after_one_that_does_not() -> None:
@@ -254,11 +240,7 @@ def test_a_loss_that_reads_parameters_after_one_that_does_not() -> None:
 
     curvature.per_sample_gradients(model, ENTROPY, x, y)
     for loss in (ridge(model[0]), ridge(model[0], model[2]), ridge(model[2]), ENTROPY):
-        rows = curvature.per_sample_gradients(model, loss, x, y)
-        for n in range(5):
-            expected = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
-            for own, g in zip(rows.values(), expected, strict=True):
-                torch.testing.assert_close(own[n], g)
+        right_rows(model, loss, x, y, calls=1)
 
 
 def masked_mean(o: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:

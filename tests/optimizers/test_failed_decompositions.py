@@ -24,7 +24,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
 from support.combinations import in_pairs
 from support.running_blocks import columns_of, rows_of
-from support.training import assert_same, copied, curvature_of, task, train
+from support.training import assert_same, closure_of, copied, curvature_of, task, train
 
 Fault = Callable[[Any], Any]
 TRUE = {name: getattr(torch.linalg, name) for name in ("eigh", "cholesky_ex")}
@@ -264,13 +264,7 @@ def test_several_failures_in_a_row_are_an_error_that_names_the_layer(name: str, 
 def test_adaptive_steps_are_not_taken_without_a_decomposition(fault: Fault, faulty, monkeypatch):
     model, loss, x, y = small()
     opt = KFAC(model, adaptive=True, decompose_every=100)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model(x), y)
-        value.backward()
-        return value
-
+    closure = closure_of(model, opt, loss, x, y)
     for _ in range(3):
         opt.step(closure)
     before = copied(model)

@@ -19,7 +19,7 @@ from curvature.gradients.plans import PLANS
 from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.oracles import brute_force as oracle
-from support.training import ORDERS, digits, epochs, mlp
+from support.training import ORDERS, closure_of, digits, epochs, mlp
 
 pytestmark = pytest.mark.fast
 
@@ -293,13 +293,7 @@ def test_a_loaded_state_needs_a_forward_pass(solver: str):
 def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
     model, x, y = case("attention")
     opt = NaturalGradient(model, loss=nn.CrossEntropyLoss(), solver=solver, **options)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     losses = [float(opt.step(closure).detach()) for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]
     if options:

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw, seeded
+from support.cases.models import attending
 
 LOSS = nn.CrossEntropyLoss()
 SHAPE = (6, 4)
 
 
-def attention() -> nn.Module:
-    run = lambda m, x: m.head(m.norm(x + m.attention(x, x, x, need_weights=False)[0]).mean(1))
-    parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "norm": nn.LayerNorm(4)}
-    return Raw(run, **parts, head=nn.Linear(4, 3))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "attention and LayerNorm": attention,
+    "attention and LayerNorm": attending,
     "lstm": lambda: Raw(lambda m, x: m.lstm(x)[0].mean(1), lstm=nn.LSTM(4, 3, batch_first=True)),
     "GroupNorm": lambda: nn.Sequential(nn.Conv1d(6, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(12, 3)),
 }

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
 from optimizers.model_optimizer import STEPPING
+from support.training import closure_of
 
 X, Y = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
 REPEATED = {
@@ -133,13 +134,7 @@ def test_empty_steps_between_others_are_no_mistake(said: pytest.LogCaptureFixtur
 def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
     model = network()
     opt = REPEATED[name](model)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.mse_loss(model(X), Y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.mse_loss, X, Y)
     for _ in range(3):
         opt.step(closure)
         assert all(opt.state.values())
@@ -224,13 +219,7 @@ def test_optimizers_in_turn_with_closures(caplog: pytest.LogCaptureFixture):
     both = [KFAC(model, adaptive=True), NaturalGradient(model, adaptive=True)]
     for opt in both * 2:
         opt.zero_grad()
-
-        def closure(opt: Any = opt) -> Tensor:
-            opt.zero_grad()
-            loss = F.mse_loss(model(X), Y)
-            loss.backward()
-            return loss
-
+        closure = closure_of(model, opt, F.mse_loss, X, Y)
         opt.step(closure)
     assert "step the same parameters in turn" in caplog.text
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from curvature.kronecker import KroneckerInverse
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers.solving import VectorSolver, mean_eigenvalue
 from optimizers.steps.layer_vector import LayerVector, layout_of
-from support.cases.case import Raw, seeded
-from support.running_blocks import close, measure, normal_vectors
+from support.cases.case import seeded
+from support.running_blocks import STACKS, close, measure, normal_vectors
 
 pytestmark = pytest.mark.fast
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3))
-
-
-def convolutions() -> nn.Module:
-    """Two layers of one layout, with groups."""
-    layers = [nn.Conv1d(4, 4, 3, groups=groups, padding=1) for groups in (2, 2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2, bias=False))
 
 
 def transposed() -> nn.Module:
@@ -34,31 +22,7 @@ def transposed() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2))
 
 
-def different() -> nn.Module:
-    """Sides of one size, of weights that are arranged in different ways."""
-    run = lambda m, x: m.linear(x) + m.convolution(x.unflatten(1, (4, 3)))[..., 0]
-    return Raw(run, linear=nn.Linear(12, 4), convolution=nn.Conv1d(4, 4, 3))
-
-
-def lookups() -> nn.Module:
-    """The sides of embeddings are diagonals."""
-    words = [nn.Embedding(5, 3) for _ in range(2)]
-    run = lambda m, x: m.head((m.one(x) + m.other(x.flip(1))).tanh())
-    return Raw(run, one=words[0], other=words[1], head=nn.Linear(3, 3))
-
-
-def norms() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {  # with the number of stacks
-    "linear": (linear, lambda: torch.randn(6, 4), 1),
-    "convolutions": (convolutions, lambda: torch.randn(6, 4, 5), 1),
-    "transposed": (transposed, lambda: torch.randn(6, 4, 5), 1),
-    "different": (different, lambda: torch.randn(6, 12), 0),
-    "lookups": (lookups, lambda: torch.randint(5, (6, 4)), 1),
-    "norms": (norms, lambda: torch.randn(6, 4), 1),
-}
+MODELS = STACKS | {"transposed": (transposed, lambda: torch.randn(6, 4, 5), 1)}
 
 
 def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tuple[nn.Module, list[Block]]:

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from results_models import MODELS, Entries, Problem, called, drawn, field_of_two, losses, self_attention
+from results_models import BY_ID, MODELS, Entries, drawn, tanh_net
 from torch import Tensor, nn
 
 import curvature
-from support.cases.case import Raw
+from support.cases import laplacian
+from support.cases.case import Case, classes, floats
+from support.cases.catalogue import CATALOGUE
+from support.cases.layers import mlp
+from support.oracles.brute_force import forward
 
 N, MANY = 6, 40  # samples: enough for factors of full rank
+LOSSES = {case.id: case for case in CATALOGUE["losses"] if case.id.endswith("_mlp")}
+LOSSES["without"] = Case("without", mlp, floats(5), None, classes)
 
 INJECTIONS: dict[str, Any] = {
     "exact": curvature.exact(),
@@ -46,17 +52,17 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 
 def cases() -> dict[str, Callable[[], Entries]]:
     found: dict[str, Callable[[], Entries]] = {}
-    for name, problem in MODELS.items():
+    for name, problem in (BY_ID | MODELS).items():
         found[f"gradients/{name}"] = functools.partial(of_samples, problem)
         found[f"capture/{name}"] = functools.partial(captured, problem)
+    for name, problem in MODELS.items():
         found[f"matrices/{name}"] = functools.partial(matrices, problem)
-    for name, problem in losses().items():
-        found[f"losses/{name}/gradients"] = functools.partial(of_samples, problem)
+    for name, problem in LOSSES.items():
         found[f"losses/{name}/vectors"] = functools.partial(vectors, problem)
         found[f"losses/{name}/matrices"] = functools.partial(injected, problem)
-    for name, model in FIELDS.items():
-        found[f"laplacian/{name}"] = functools.partial(laplacians, model)
-        found[f"residual_jacobian/{name}"] = functools.partial(residual_rows, model)
+    for name in laplacian.MODELS:
+        found[f"laplacian/{name}"] = functools.partial(laplacians, name)
+        found[f"residual_jacobian/{name}"] = functools.partial(residual_rows, name)
     for samples in (4, 90):  # less and more than there are parameters
         found[f"jacobian/{samples}"] = functools.partial(jacobians, samples)
     return found | {"output_changes": output_changes, "matrices of options": options, "laplace": posteriors}
@@ -65,25 +71,26 @@ def cases() -> dict[str, Callable[[], Entries]]:
 # -- gradients
 
 
-def of_samples(problem: Problem) -> Entries:
+def of_samples(problem: Case) -> Entries:
     model, loss = problem.build()
     x, y = problem.batch(model, N)
     for name, function in PER_SAMPLE.items():
         yield name, functools.partial(function, model, loss, x, y, sample_dim=problem.sample_dim)
 
 
-def captured(problem: Problem) -> Entries:
+def captured(problem: Case) -> Entries:
     """Activations, backprops and the places of the samples."""
     model, _ = problem.build()
     x, _ = problem.batch(model, N)
     with curvature.capture(model) as tape:
-        output = called(model, x)
-    outputs = list(output) if isinstance(output, tuple) else [getattr(output, "logits", output)]
+        output = forward(model, x)
+    outputs = list(output) if isinstance(output, tuple) else [output]
     backprops = tape.backprops(outputs, [drawn(2, *out.shape) for out in outputs])
     yield "names", [sorted(use.names) for use in tape.uses]
     yield "activations", [use.activation for use in tape.uses]
     yield "backprops", backprops
-    layouts = functools.partial(curvature.sample_layouts, tape, outputs[0], problem.sample_dim)
+    dim = problem.sample_dim if isinstance(problem.sample_dim, int) else problem.sample_dim[1]
+    layouts = functools.partial(curvature.sample_layouts, tape, outputs[0], dim)
     yield "layouts", lambda: [None if layout is None else tuple(layout) for layout in layouts()]
 
 
@@ -102,7 +109,7 @@ def summary(matrix: Any) -> Any:
     }
 
 
-def matrices(problem: Problem) -> Entries:
+def matrices(problem: Case) -> Entries:
     """By every builder, without chance."""
     model, loss = problem.build()
     data = problem.batch(model, MANY)
@@ -110,7 +117,7 @@ def matrices(problem: Problem) -> Entries:
         yield name, lambda build=build: summary(build(model, loss, data, sample_dim=problem.sample_dim))
 
 
-def injected(problem: Problem) -> Entries:
+def injected(problem: Case) -> Entries:
     """By every injection, of several batches of unequal size."""
     model, loss = problem.build()
     x, y = problem.batch(model, N)
@@ -124,11 +131,11 @@ def injected(problem: Problem) -> Entries:
             yield f"{injection}/{name}", lambda build=build: summary(build())
 
 
-def vectors(problem: Problem) -> Entries:
+def vectors(problem: Case) -> Entries:
     """What is sent back."""
     model, loss = problem.build()
     x, y = problem.batch(model, N)
-    output = called(model, x).detach()
+    output = forward(model, x).detach()
     for name, inject in INJECTIONS.items():
         seeded = torch.Generator().manual_seed(3)
         yield name, functools.partial(inject.vectors, output, loss, y, generator=seeded)
@@ -145,11 +152,11 @@ def options() -> Entries:
         yield f"structure/{name}", lambda build=BUILDERS[name]: summary(build(model, loss, data, structure=chosen))
     for name, build in BUILDERS.items():
         yield f"sampled/{name}", lambda build=build: summary(build(model, loss, data, curvature.sampled(2)))
-    single, loss = problem.build(torch.float32)
+    single, loss = problem.build(dtype=torch.float32)
     batch = problem.batch(single, N)
     yield "float32/fisher_diagonal", curvature.fisher_diagonal(single, loss, batch)
     yield "float32/kfac", curvature.kfac(single, loss, batch).diagonal()
-    low, loss = problem.build(torch.bfloat16)
+    low, loss = problem.build(dtype=torch.bfloat16)
     batch = problem.batch(low, N)
     yield "bfloat16/gradients", curvature.per_sample_gradients(low, loss, *batch)
     yield "bfloat16/ekfac", curvature.ekfac(low, loss, batch).diagonal().bfloat16()
@@ -171,51 +178,18 @@ def posteriors() -> Entries:
 # -- derivatives by the inputs, and of what has them
 
 
-def normed() -> nn.Module:
-    layers = [nn.Linear(2, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 4), nn.Softplus(), nn.Linear(4, 2)]
-    return nn.Sequential(*layers)
+def field(name: str) -> tuple[nn.Module, Tensor]:
+    model, x = laplacian.case(name)
+    return model, x.requires_grad_()
 
 
-def convolved() -> nn.Module:
-    layers = [nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 3, 2, padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(9, 1)]
-    return nn.Sequential(*layers)
-
-
-def attending() -> nn.Module:
-    run = lambda m, x: m.inner(m.enter(x[:, :, None]))
-    return Raw(run, enter=nn.Linear(1, 4), inner=self_attention())
-
-
-def recurrent() -> nn.Module:
-    """Without a rule: by nested gradients."""
-    run = lambda m, x: m.head(m.layer(x[:, :, None])[0][:, -1])
-    return Raw(run, layer=nn.GRU(1, 3, batch_first=True), head=nn.Linear(3, 1))
-
-
-FIELDS: dict[str, Callable[[], nn.Module]] = {
-    "tanh": field_of_two,
-    "normed": normed,
-    "convolved": convolved,
-    "attending": attending,
-    "recurrent": recurrent,
-}
-
-
-def field(model: Callable[[], nn.Module], samples: int) -> tuple[nn.Module, Tensor]:
-    problem = Problem(model, lambda n: torch.rand(n, 2), nn.MSELoss(), torch.randn_like)
-    built, _ = problem.build()
-    return built, problem.batch(built, samples)[0]
-
-
-def laplacians(model: Callable[[], nn.Module]) -> Entries:
+def laplacians(model: str) -> Entries:
     """With the derivatives of the results by parameters and inputs."""
-    net, x = field(model, 5)
-    weights = {"plain": None, "diagonal": torch.tensor([0.0, 2.0]), "matrix": torch.tensor([[1.0, 0.3], [0.3, -1.0]])}
-    for name, own in weights.items():
-        yield name, functools.partial(curvature.laplacian, net, x, None if own is None else own.double())
-    x.requires_grad_()
-    u, grad, laplacian = curvature.laplacian(net, x)
-    total = (laplacian.sin() + u).sum() + grad.square().sum()
+    net, x = field(model)
+    for name, weights in laplacian.FORMS.items():
+        yield name, functools.partial(curvature.laplacian, net, x.detach(), weights)
+    u, grad, second = curvature.laplacian(net, x)
+    total = (second.sin() + u).sum() + grad.square().sum()
     yield "derivatives", torch.autograd.grad(total, [x, *net.parameters()], materialize_grads=True)
     yield "of a function", curvature.laplacian(lambda points: points.prod(1) + points.sin().sum(1), x)
 
@@ -225,27 +199,29 @@ def by_nested_gradients(model: nn.Module, x: Tensor) -> Tensor:
     slope = lambda u: torch.autograd.grad(u.sum(), x, create_graph=True)[0]
     u = model(x)[:, 0]
     grad = slope(u)
-    return slope(grad[:, 0])[:, 0] + slope(grad[:, 1])[:, 1] + u * grad[:, 0]
+    return sum(slope(grad[:, k])[:, k] for k in range(x.shape[1])) + u * grad[:, 0]
 
 
 def by_laplacian(model: nn.Module, x: Tensor) -> Tensor:
-    u, grad, laplacian = curvature.laplacian(model, x)
-    return laplacian[:, 0] + u[:, 0] * grad[:, 0, 0]
+    u, grad, second = curvature.laplacian(model, x)
+    return second[:, 0] + u[:, 0] * grad[:, 0, 0]
 
 
 def value(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)[:, 0]
 
 
-def residual_rows(model: Callable[[], nn.Module]) -> Entries:
-    net, x = field(model, 5)
+def residual_rows(model: str) -> Entries:
+    net, x = field(model)
     for residual in (by_nested_gradients, by_laplacian, value):
         yield residual.__name__, functools.partial(curvature.residual_jacobian, net, residual, x)
 
 
 def jacobians(samples: int) -> Entries:
     """Of residuals in two pieces: products, solutions, Kronecker factors."""
-    net, x = field(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), samples)
+    problem = Case("field", functools.partial(tanh_net, 2, 8, 1), floats(2))
+    net, _ = problem.build()
+    x, _ = problem.batch(net, samples)
     values = torch.cat([by_nested_gradients(net, x.requires_grad_()), net(x[:3] + 1)[:, 0]])
     jacobian = curvature.Jacobian.of(values, net)
     rows, size = jacobian.shape
@@ -281,7 +257,7 @@ def residual_blocks(jacobian: Any, v: dict[str, Tensor]) -> dict[str, Any]:
 def output_changes() -> Entries:
     for name in ("mlp", "two_outputs"):
         model, _ = MODELS[name].build()
-        output = called(model, MODELS[name].batch(model, N)[0])
+        output = forward(model, MODELS[name].batch(model, N)[0])
         parameters = dict(model.named_parameters())
         whole = {key: drawn(*p.shape) for key, p in parameters.items()}
         directions = [whole, dict(list(whole.items())[:1]), {}]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_models import MODELS, Entries, Problem, drawn, headed
-from torch import Tensor
+from results_models import MODELS, Entries, drawn, tanh_net
+from torch import Tensor, nn
 
 import curvature
 from curvature import estimators
-from support.cases.case import floats
+from support.cases.case import Case, classes, floats
 
 DAMPING = 0.05
 
@@ -47,19 +47,19 @@ def diagonal() -> Any:
     return curvature.Diagonal(curvature.Space.of({"a": drawn(3, 2)}), drawn(6).square())
 
 
-SMALL = Problem(headed(outputs=3), floats(5))
+SMALL = Case("small", functools.partial(tanh_net, 5, 6, 3), floats(5), nn.CrossEntropyLoss(), classes)
 OPERATORS: dict[str, Callable[[], Any]] = {
     "kfac": of(curvature.kfac, "small"),
     "ekfac": of(curvature.ekfac, "small"),
     "fisher_blocks": of(curvature.fisher_blocks, "small"),
     "fisher": of(curvature.fisher, "small"),
     "hessian": of(curvature.hessian, "small"),
-    "convolutions": of(curvature.kfac, "cnn", inject=curvature.empirical()),
-    "convolutions ekfac": of(curvature.ekfac, "cnn"),
-    "tied": of(curvature.kfac, "tied"),
-    "attention": of(curvature.kfac, "cross_attention"),
-    "attention ekfac": of(curvature.ekfac, "cross_attention"),
-    "vision": of(curvature.kfac, "vision", structure={"head": "dense"}),
+    "convolutions": of(curvature.kfac, "resnet", inject=curvature.empirical()),
+    "convolutions ekfac": of(curvature.ekfac, "resnet"),
+    "tied": of(curvature.kfac, "gpt"),
+    "attention": of(curvature.kfac, "attention_cross_batch_first"),
+    "attention ekfac": of(curvature.ekfac, "attention_cross_batch_first"),
+    "vit": of(curvature.kfac, "vit", structure={"head": "dense"}),
     "dense": lambda: OPERATORS["fisher"]().materialise(),
     "diagonal": diagonal,
     "free": free,

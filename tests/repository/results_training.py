@@ -6,17 +6,17 @@ import copy
 import functools
 import io
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from results_models import TRAINED, Entries, called
+from results_models import MODELS, TRAINED, Entries
 from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.oracles.brute_force import map_tensors
+from support.cases.case import randomise
+from support.oracles.brute_force import forward, map_tensors
 
 Make = Callable[[nn.Module], Any]
 SAMPLES, BATCHES = 48, 4
@@ -37,7 +37,7 @@ class Training:
 
     def __init__(self, problem: str, make: Make, dtype: torch.dtype = torch.float64, samples: int = SAMPLES) -> None:
         self.problem, self.make, self.dtype = TRAINED[problem], make, dtype
-        self.model, self.loss = self.problem.build(dtype)
+        self.model, self.loss = self.problem.build(dtype=dtype)
         self.opt = make(self.model)
         self.batches = [self.problem.batch(self.model, samples, seed) for seed in range(BATCHES)]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
@@ -45,7 +45,7 @@ class Training:
     def forward(self, step: int, part: slice = slice(None)) -> Tensor:
         """The loss of the step's batch, or of part of it."""
         x, y = map_tensors(lambda t: t[part], self.batches[step % BATCHES])
-        return self.loss(called(self.model, x), y)
+        return self.loss(forward(self.model, x), y)
 
     def backward(self, step: int) -> Tensor:
         loss = self.forward(step)
@@ -57,7 +57,8 @@ class Training:
         file = io.BytesIO()
         torch.save([self.model.state_dict(), self.opt.state_dict()], file)
         file.seek(0)
-        self.model, _ = self.problem.build(self.dtype, seed=5)
+        self.model, _ = self.problem.build(dtype=self.dtype)
+        randomise(self.model)  # what is not loaded shows
         self.opt = self.make(self.model)
         for part, state in zip((self.model, self.opt), torch.load(file, weights_only=True), strict=True):
             part.load_state_dict(state)
@@ -218,7 +219,7 @@ def told(opt: Any, dtype: torch.dtype) -> Entries:
         if not name.startswith("seconds"):
             yield f"stats/{name}", rounded(value, dtype)
     yield "report", opt.report()
-    yield "summary", re.sub(r", \w+ [\d.]+ s\b.*", "", opt.summary())
+    yield "summary", opt.summary().partition("; seconds so far")[0]
     yield "counts", [opt.steps, opt.skipped]
 
 
@@ -259,22 +260,21 @@ COMMON: Table = {
     "clipped": {"loop": clipped},
     "scheduled": {"loop": scheduled},
     "looked at": {"loop": looked_at},
-    "frozen": {"problem": "frozen"},
+    "frozen": {"problem": "frozen_first_layer"},
     "thawed": {"loop": thawed},
     "loss only": {"problem": "loss_only"},
     "own loss only": {"problem": "own_loss_only"},
-    "checkpointed": {"problem": "checkpointed"},
+    "checkpointed": {"problem": "checkpoint"},
     "regression": {"problem": "regression", "loss": nn.MSELoss(), "inject": curvature.exact()},
-    "cnn": {"problem": "cnn"},
+    "cnn": {"problem": "resnet"},
     "two outputs": {"problem": "two_outputs"},
     "batch_normed": {"problem": "batch_normed", "dtype": SINGLE},
 }
 FACTORED: Table = {
-    **{model: {"problem": model} for model in ("dilated", "norms", "lstm", "cross_attention", "vision", "bag")},
-    **{model: {"problem": model} for model in ("tied", "weight_normed", "shared", "without_rule")},
-    **{f"{model} reduce": {"problem": model, "sharing": "reduce"} for model in ("norms", "vision")},
-    "attention empirical": {"problem": "self_attention", **EMPIRICAL, "damping": 0.01},
-    "adaptive cnn": {"problem": "cnn", "loop": by_closure, "adaptive": True, "steps": 10},
+    **{model: {"problem": model} for model in MODELS},
+    **{f"{model} reduce": {"problem": model, "sharing": "reduce"} for model in ("convnext", "vit")},
+    "attention empirical": {"problem": "encoder_layer_plain_batch_first", **EMPIRICAL, "damping": 0.01},
+    "adaptive cnn": {"problem": "resnet", "loop": by_closure, "adaptive": True, "steps": 10},
     "intervals": {"factor_every": 2, "decompose_every": 3},
     "groups": {"groups": {"lr": 0.3, "damping": 0.5, "weight_decay": 0.1}, "damping": 0.1},
     "over 256 rows": {"problem": "low_rank", "dtype": SINGLE, "samples": 512},
@@ -282,7 +282,8 @@ FACTORED: Table = {
 }
 # Factors with several eigenvalues of zero, of which EKFAC makes what rounding says.
 DEFICIENT: Table = {
-    f"{model} reduce": {"problem": model, "sharing": "reduce"} for model in ("cnn", "self_attention", "conv3d")
+    f"{model} reduce": {"problem": model, "sharing": "reduce"}
+    for model in ("conv1d_mixed", "encoder_layer_plain_batch_first", "instance_norm3d")
 }
 WITH_RESIDUALS: Table = {
     "residuals": RESIDUALS,

@@ -191,7 +191,7 @@ def test_each_momentum_has_its_own_grid(generality: ModuleType, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap"])
 def test_the_momentum_of_a_setting_is_used(generality: ModuleType, name: str) -> None:
-    runs, models = importlib.import_module("_contest"), importlib.import_module("_generality_models")
+    runs, models = importlib.import_module("_contest"), importlib.import_module("_networks")
     optimizer = runs.built(generality.ENTRIES[name], models.mlp(3, 4, 2), None, {"lr": 0.1, "momentum": 0.25})
     groups = [group for part in getattr(optimizer, "parts", [optimizer]) for group in part.param_groups]
     assert all((group["betas"][0] if "betas" in group else group["momentum"]) == 0.25 for group in groups)

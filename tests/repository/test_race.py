@@ -162,14 +162,14 @@ def test_a_race_is_run_and_reported(race: ModuleType, tmp_path: Path, monkeypatc
     easy = replace(problem, target=2.0, budget=0.5)
     monkeypatch.setitem(race.PROBLEMS, "tanh", lambda device: easy)
     files = {name: tmp_path / f"race.{name}" for name in ("json", "md", "png", "tuned")}
-    common = ["--problem", "tanh", "--threads", "1", "--tuned", str(files["tuned"])]
+    common = ["--problem", "tanh", "--tuned", str(files["tuned"])]
     out = ["--json", str(files["json"]), "--table", str(files["md"]), "--figure", str(files["png"])]
     with pytest.raises(SystemExit, match="--tune --problem tanh --only adamw"):
         race.main([*common, "--only", "adamw"])
-    race.main([*common, "--only", "adamw", "sgd", "--tune", "--cap-scale", "0.2"])
+    race.main([*common, "--only", "adamw", "sgd", "--tune", "--scale", "0.2"])
     tuned = race.load(files["tuned"])["tanh"]
     tuned["sgd"]["chosen"] = {"lr": 1e-9}  # one that does not come to the target
-    race.save(files["tuned"], {"tanh": tuned})
+    importlib.import_module("_report").save(files["tuned"], {"tanh": tuned})
     race.main([*common, *out, "--only", "adamw", "sgd", "kfac", "--seeds", "2"])
     text = files["md"].read_text()
     rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
@@ -193,7 +193,7 @@ def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(race.PROBLEMS, "tanh", sized)
     out = tmp_path / "batches.md"
     sizes = ["--batches", "64", "128", "--problem", "tanh", "--only", "kfac", "adaptive"]
-    race.main([*sizes, "--threads", "1", "--seeds", "1", "--table", str(out)])
+    race.main([*sizes, "--seeds", "1", "--table", str(out)])
     rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| tanh")]
     assert [row[1] for row in rows] == ["64", "128"]
     assert rows[0][2:4] == ["-", "not in 0"] and float(rows[1][2]) > 0 and float(rows[1][3]) > 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import curvature
 
 
@@ -14,3 +17,10 @@ def evaluated(builder: str, *arguments: Any, **options: Any) -> Any:
 
 
 BUILDERS = ("gauss_newton", "fisher", "empirical_fisher", "hessian")
+
+
+def dense(found: Any) -> Tensor:
+    """The matrix, also of a diagonal."""
+    if isinstance(found, dict):
+        return torch.cat([d.flatten() for d in found.values()]).diag()
+    return found.to_dense()

@@ -43,6 +43,12 @@ def here(model: M) -> M:
     return model.to(X.device)
 
 
+def started(make: Make, **options: Any) -> tuple[nn.Sequential, KFAC]:
+    """A model and its optimizer."""
+    model = net()
+    return model, make(model, **options)
+
+
 def backward(
     model: nn.Module, opt: Any, x: Any = X, y: Tensor = Y, call: Any = None, zero: bool = True, part: float = 1.0
 ) -> Tensor:

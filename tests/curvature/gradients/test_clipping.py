@@ -12,17 +12,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 import curvature
 from support.cases.case import Raw, seeded
+from support.cases.models import attending
 from support.comparisons import matches
 from support.snapshots import unchanged
 
 LOSS = nn.CrossEntropyLoss()
 N = 7
-
-
-def attention() -> nn.Module:
-    run = lambda m, x: m.head(m.norm(x + m.attention(x, x, x, need_weights=False)[0]).mean(1))
-    parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "norm": nn.LayerNorm(4)}
-    return Raw(run, **parts, head=nn.Linear(4, 3))
 
 
 def tied() -> nn.Module:
@@ -32,7 +27,7 @@ def tied() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "attention": attention,
+    "attention": attending,
     "tied": tied,
     "lstm": lambda: Raw(lambda m, x: m.lstm(x)[0].mean(1), lstm=nn.LSTM(4, 3, batch_first=True)),
     "cnn": lambda: nn.Sequential(nn.Conv1d(6, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),

@@ -14,6 +14,7 @@ import curvature
 from optimizers import KFAC
 from support.cases.case import Raw, seeded
 from support.comparisons import matches
+from support.training import closure_of
 
 LOSS = nn.CrossEntropyLoss()
 LENGTHS = [3, 0, 2, 4, 1]
@@ -91,12 +92,6 @@ def test_scaled_gradients_are_refused() -> None:
 def test_adaptive_steps_know_the_curvature(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, _, (x, y) = models(name)
     opt = KFAC(model, adaptive=True)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, LOSS, x, y)
     losses = [float(opt.step(closure)) for _ in range(4)]
     assert losses == sorted(losses, reverse=True) and "slopes alone" not in caplog.text

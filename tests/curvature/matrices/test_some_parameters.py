@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
+from support.builders import dense
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
@@ -60,12 +61,6 @@ def part(model: nn.Module, names: list[str], matrix: Tensor) -> Tensor:
     where = oracle.positions(model)
     index = torch.cat([where[name].flatten() for name in names])
     return matrix[index[:, None], index]
-
-
-def dense(found: Any) -> Tensor:
-    if isinstance(found, dict):
-        return torch.cat([d.flatten() for d in found.values()]).diag()
-    return found.to_dense()
 
 
 @pytest.mark.parametrize("subset", SUBSETS)

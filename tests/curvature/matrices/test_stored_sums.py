@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvature
 from curvature.matrices import stored_sums
+from support.builders import dense
 from support.cases.case import seeded
 from support.comparisons import matches
 
@@ -48,12 +49,6 @@ def build(builder: str, model: nn.Module, loss: Any, data: Any, **options: Any) 
     if builder in ("kfac", "ekfac"):
         options |= {"structure": {"head": "diagonal"}}
     return dense(getattr(curvature, builder)(model, loss, data, **options))
-
-
-def dense(found: Any) -> Tensor:
-    if isinstance(found, dict):
-        return torch.cat([d.flatten() for d in found.values()]).diag()
-    return found.to_dense()
 
 
 class Broken:

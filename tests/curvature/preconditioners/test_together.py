@@ -14,58 +14,18 @@ from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
-from support.running_blocks import close, measure, normal_vectors, rows_of
+from support.running_blocks import STACKS, close, measure, normal_vectors, rows_of
 
 pytestmark = pytest.mark.fast
 
 Make = Callable[[], nn.Module]
 
 
-def linear() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3))
-
-
-def convolutions() -> nn.Module:
-    """Two layers of one layout, with groups."""
-    layers = [nn.Conv1d(4, 4, 3, groups=groups, padding=1) for groups in (2, 2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2, bias=False))
-
-
-def different() -> nn.Module:
-    """Sides of one size, of weights that are arranged in different ways."""
-    run = lambda m, x: m.linear(x) + m.convolution(x.unflatten(1, (4, 3)))[..., 0]
-    return Raw(run, linear=nn.Linear(12, 4), convolution=nn.Conv1d(4, 4, 3))
-
-
-def lookups() -> nn.Module:
-    """The sides of embeddings are diagonals."""
-    words = [nn.Embedding(5, 3) for _ in range(2)]
-    run = lambda m, x: m.head((m.one(x) + m.other(x.flip(1))).tanh())
-    return Raw(run, one=words[0], other=words[1], head=nn.Linear(3, 3))
-
-
-def norms() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
-
-
-MODELS: dict[str, tuple[Make, Callable[[], Tensor], int]] = {  # with the number of stacks
-    "linear": (
-        lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)),
-        lambda: torch.randn(6, 4),
-        1,
-    ),
-    "convolutions": (convolutions, lambda: torch.randn(6, 4, 5), 1),
-    "different": (different, lambda: torch.randn(6, 12), 0),
-    "lookups": (lookups, lambda: torch.randint(5, (6, 4)), 1),
-    "norms": (norms, lambda: torch.randn(6, 4), 1),
-}
-
-
 JOINED = {"linear": 1, "norms": 1}  # measurements side by side; convolutions and look-ups are measured alone
 
 
 def built(name: str, device: str) -> tuple[nn.Module, Tensor]:
-    make, inputs, _ = MODELS[name]
+    make, inputs, _ = STACKS[name]
     with seeded(0):
         model, x = make().to(device, torch.float64), inputs().to(device)
     return model, x.double() if x.is_floating_point() else x
@@ -82,7 +42,7 @@ def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tu
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", STACKS)
 def test_measured_together_is_measured_alone(name: str, kind: type, sharing: str, device: str, monkeypatch):
     """Before there is an inverse and in its basis; and statistics go on to add up."""
     joined: list[int] = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.training import closure_of
 
 pytestmark = pytest.mark.fast
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -35,13 +36,7 @@ def go_on(model: nn.Module, opt: Any, steps: int) -> None:
     with seeded(1):
         x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
     x, y = (t.to(next(model.parameters()).device) for t in (x, y))
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     for _ in range(steps):
         opt.step(closure)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.training import closure_of
 
 pytestmark = pytest.mark.fast
 LOSS = nn.CrossEntropyLoss()
@@ -34,13 +35,7 @@ def problem(device: str, drop: float = 0.5) -> tuple[nn.Module, Tensor, Tensor]:
 def run(maker: Callable[[nn.Module], Any], device: str, steps: int = 5) -> list[float]:
     model, x, y = problem(device)
     opt = maker(model)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     with seeded(3):
         found = []
         for _ in range(steps):

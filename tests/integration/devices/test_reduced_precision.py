@@ -15,6 +15,7 @@ from curvature.operators import Kronecker
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded, token_loss
 from support.cases.models import GPT
+from support.training import closure_of
 
 pytestmark = pytest.mark.fast
 
@@ -123,12 +124,6 @@ def test_optimizers_find_nothing_wrong(
     caplog.set_level(logging.WARNING)
     model, loss, x, y = PROBLEMS[problem](accelerator)
     opt = kind(model, adaptive=adaptive)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model(x), y)
-        value.backward()
-        return value
-
+    closure = closure_of(model, opt, loss, x, y)
     losses = [float(opt.step(closure)) for _ in range(4)]
     assert losses[-1] < losses[0] and not caplog.records

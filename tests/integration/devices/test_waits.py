@@ -12,7 +12,7 @@ from torch import nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.training import task
+from support.training import closure_of, task
 
 pytestmark = pytest.mark.fast
 STEPS = 40
@@ -63,13 +63,7 @@ def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, sim
     """On average, after the first steps, which invert at each."""
     model, _, x, y = task("mlp", device)
     opt, counts = kind(model, **options), []
-
-    def closure() -> Any:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     for _ in range(20):
         closed = [closure] if options.get("adaptive") else []
         if not closed:
@@ -119,13 +113,7 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
     model, x = (part.to(device) for part in task())
     y = torch.arange(32).remainder(4).to(device)
     opt = KFAC(model, adaptive=True)
-
-    def closure() -> Any:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     counts = []
     for _ in range(6):
         with simdev.syncs() as found:
@@ -157,13 +145,7 @@ def test_experts_that_are_chosen_by_index(kind: Any, bound: float, simdev: Any, 
     torch.manual_seed(0)
     model, x, y = Experts().to(device), torch.randn(24, 6).to(device), torch.arange(24).remainder(3).to(device)
     opt, counts = kind(model, adaptive=True), []
-
-    def closure() -> Any:
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
     for _ in range(16):
         with simdev.syncs() as found:
             opt.step(closure)

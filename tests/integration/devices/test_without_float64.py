@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import curvature
 from curvature.linalg.devices import widest
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.training import task
+from support.training import closure_of, task
 
 pytestmark = pytest.mark.fast
 LOSS = nn.CrossEntropyLoss()
@@ -54,13 +54,7 @@ def test_optimizers(name: str, single: str) -> None:
     if name == "dense":
         model, x = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 10)).to(single), x[:, 0, 0]
     opt = OPTIMIZERS[name](model)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model(x), y)
-        value.backward()
-        return value
-
+    closure = closure_of(model, opt, loss, x, y)
     losses = []
     for _ in range(6):
         losses.append(float(opt.step(closure)))

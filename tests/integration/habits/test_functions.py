@@ -8,7 +8,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from support.cases.case import seeded
-from support.habits import QUIET, Make, X, Y, assert_same, every_optimizer, flat, net, reference, train, without_closure
+from support.habits import (
+    QUIET,
+    Make,
+    X,
+    Y,
+    assert_same,
+    every_optimizer,
+    flat,
+    net,
+    reference,
+    started,
+    train,
+    without_closure,
+)
 
 pytestmark = QUIET
 
@@ -29,8 +42,7 @@ def test_functional_calls_with_the_parameters_or_copies_train_as_the_model(make:
 @without_closure
 def test_gradients_by_torch_func_may_be_assigned_by_hand(make: Make) -> None:
     """By torch.func.grad, assigned by hand."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     for _ in range(12):
         loss = lambda p: F.cross_entropy(torch.func.functional_call(model, p, (X,)), Y)
         for name, g in torch.func.grad(loss)(dict(model.named_parameters())).items():
@@ -73,8 +85,7 @@ def test_parameters_changed_between_steps_stay_so(make: Make) -> None:
 def test_loaders_with_workers_give_the_same_run(make: Make) -> None:
     ends = []
     for workers in (0, 1):
-        model = net()
-        opt = make(model)
+        model, opt = started(make)
         for x, y in DataLoader(TensorDataset(X.cpu(), Y.cpu()), batch_size=5, num_workers=workers):
             train(model, opt, 1, x.to(X.device), y.to(Y.device))
         ends.append(model)

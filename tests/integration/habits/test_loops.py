@@ -26,6 +26,7 @@ from support.habits import (
     moved,
     net,
     reference,
+    started,
     train,
     without_closure,
 )
@@ -138,8 +139,7 @@ def test_a_rate_may_be_a_tensor(make: Make) -> None:
 
 @without_closure
 def test_gradients_may_be_set_to_zeros(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     for _ in range(3):
         opt.zero_grad(set_to_none=False)
         backward(model, opt, zero=False)
@@ -151,8 +151,7 @@ def test_gradients_may_be_set_to_zeros(make: Make) -> None:
 
 @without_closure
 def test_gradients_may_be_assigned_by_hand(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     for _ in range(3):
         gradients = torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
         for p, g in zip(model.parameters(), gradients, strict=True):
@@ -163,8 +162,7 @@ def test_gradients_may_be_assigned_by_hand(make: Make) -> None:
 
 @without_closure
 def test_parameters_without_a_gradient_stay(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 2)
     before = copied(model)
     backward(model, opt)
@@ -181,8 +179,7 @@ def test_evaluation_between_steps_changes_nothing(make: Make, device: str) -> No
     """In all modes, with gradients and without; nothing that is not sent back counts."""
     if device == "sim":
         pytest.skip("the simulated device has no views in inference mode")
-    model = net()
-    opt = make(model, **EXACT)
+    model, opt = started(make, **EXACT)
     for step in range(12):
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)[: step + 1]:
             model.eval()
@@ -214,8 +211,7 @@ def test_evaluation_without_gradients_changes_nothing(make: Make) -> None:
 
 @without_closure
 def test_zeroed_gradients_leave_no_trace(make: Make) -> None:
-    model = net()
-    opt = make(model, **EXACT)
+    model, opt = started(make, **EXACT)
     for _ in range(3):
         backward(model, opt, 10 * X, Y.flip(0))  # a batch that is thought better of
         backward(model, opt)
@@ -226,8 +222,7 @@ def test_zeroed_gradients_leave_no_trace(make: Make) -> None:
 @without_closure
 def test_zero_grad_may_come_just_before_backward(make: Make) -> None:
     """The other usual place."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     for _ in range(3):
         loss = F.cross_entropy(model(X), Y)
         opt.zero_grad()
@@ -251,8 +246,7 @@ def test_several_forwards_and_one_backward_are_the_big_batch(make: Make) -> None
 
 @without_closure
 def test_several_backwards_add_up(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     for _ in range(3):
         opt.zero_grad()
         loss = F.cross_entropy(model(X), Y) / 2
@@ -305,8 +299,7 @@ def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
 @every_optimizer
 def test_closures_return_the_loss_before_the_step(make: Make) -> None:
     """As for LBFGS: the loss before the step comes back."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     values = [opt.step(lambda: backward(model, opt)) for _ in range(3)]
     assert all(isinstance(v, torch.Tensor) and v.ndim == 0 for v in values)
     assert values[0] == F.cross_entropy(net()(X), Y) and values[2] < values[0]
@@ -346,8 +339,7 @@ def test_deterministic_algorithms_change_nothing(make: Make) -> None:
 
 @without_closure
 def test_steps_may_be_within_no_grad(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     with torch.no_grad():
         for _ in range(3):
             with torch.enable_grad():

@@ -32,6 +32,7 @@ from support.habits import (
     moved,
     net,
     reference,
+    started,
     train,
     without_closure,
 )
@@ -99,8 +100,7 @@ def test_much_damping_of_a_group_leaves_its_gradients_direction(make: Make) -> N
 
 @every_optimizer
 def test_groups_are_as_in_torch(make: Make) -> None:
-    model = net()
-    opt = make(model, lr=0.5, weight_decay=0.1)
+    model, opt = started(make, lr=0.5, weight_decay=0.1)
     assert isinstance(opt, torch.optim.Optimizer) and len(opt.param_groups) == 1
     assert {"lr": 0.5, "weight_decay": 0.1}.items() <= opt.defaults.items()
     assert {"momentum", "damping"} <= opt.defaults.keys() == opt.param_groups[0].keys() - {"params"}
@@ -112,8 +112,7 @@ def test_groups_are_as_in_torch(make: Make) -> None:
 
 @every_optimizer
 def test_frozen_layers_stay_and_thawed_ones_move(make: Make) -> None:
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 2)
     before = copied(model)
     model[0].requires_grad_(False)
@@ -137,8 +136,7 @@ def test_the_report_says_what_is_frozen(make: Make) -> None:
 @every_optimizer
 def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make) -> None:
     """Not trained until they are in a group, as with SGD; the report says so."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 2)
     model.append(here(nn.Linear(3, 3)))
     before = copied(model)
@@ -153,8 +151,7 @@ def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make)
 @every_optimizer
 def test_parameters_whose_name_changes_are_trained_on(make: Make) -> None:
     """As by pruning: the parameter is the same, its name another."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 2)
     prune.l1_unstructured(model[0], "weight", 0.5)
     before = copied(model)
@@ -196,8 +193,7 @@ def test_hooks_of_states_are_called(make: Make) -> None:
 @every_optimizer
 def test_hooks_may_write_in_states(make: Make) -> None:
     """As those of torch's own tests: beside the parameters, in the optimizer, in a copy of what is loaded."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 1)
     opt.register_state_dict_pre_hook(lambda o: o.state.update(note=1))
     opt.register_load_state_dict_pre_hook(lambda o, state: state["param_groups"][0].update(lr=0.25))
@@ -232,8 +228,7 @@ def test_rates_of_groups_may_be_tensors_that_a_schedule_changes(make: Make) -> N
 @every_optimizer
 def test_a_step_without_any_gradient_is_none(make: Make) -> None:
     """A step is then none, as in torch.optim: before the first one, after it, and where all is frozen."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     other = torch.ones(3, device=X.device, requires_grad=True)
 
     def elsewhere() -> torch.Tensor:
@@ -279,8 +274,7 @@ def test_averaged_models_are_left_alone(make: Make) -> None:
 @every_optimizer
 def test_copies_and_pickles_go_on_alike(make: Make) -> None:
     """Of the model and the optimizer together, of the optimizer alone, which then has a model of its own; pickles."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 2)
     alone = copy.deepcopy(opt)
     pairs = [copy.deepcopy((model, opt)), copy.deepcopy((opt, model))[::-1], (alone.model, alone)]
@@ -303,8 +297,7 @@ def test_copies_and_pickles_go_on_alike(make: Make) -> None:
 @every_optimizer
 def test_a_pickled_model_is_a_plain_model(make: Make) -> None:
     """A model is saved whole while the optimizer is attached; what is read is a plain model."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     train(model, opt, 1)
     again = pickle.loads(pickle.dumps(model))
     F.cross_entropy(again(X), Y).backward()
@@ -376,8 +369,7 @@ def test_training_in_another_thread_is_the_same(make: Make) -> None:
 @without_closure
 def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
     """SGD for a part, whose parameters are taken out of the groups."""
-    model = net()
-    opt = make(model)
+    model, opt = started(make)
     opt.param_groups[0]["params"] = opt.param_groups[0]["params"][2:]
     sgd = torch.optim.SGD(model[0].parameters(), lr=0.0)
     before = copied(model)
@@ -394,8 +386,7 @@ def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
 @without_closure
 def test_weights_may_be_loaded_between_steps(make: Make) -> None:
     """`load_state_dict` of the model: training goes on from there."""
-    model = net()
-    opt = make(model, **EXACT)
+    model, opt = started(make, **EXACT)
     start = copy.deepcopy(model.state_dict())
     train(model, opt, 2)
     model.load_state_dict(start)

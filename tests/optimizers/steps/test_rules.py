@@ -15,6 +15,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepContext, StepR
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation
 from support.cases.case import seeded
+from support.training import closure_of
 
 pytestmark = pytest.mark.fast
 
@@ -83,12 +84,7 @@ with seeded(0):
 
 
 def loss_of(model: nn.Module) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        model.zero_grad()
-        loss = nn.functional.cross_entropy(model(X), Y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, model, nn.functional.cross_entropy, X, Y)
     return closure
 
 

@@ -73,7 +73,8 @@ class Case:
 
         with seeded(seed):
             x = map_tensors(moved, self.inputs(self.n if n is None else n))
-            y = moved(self.target(forward(model, x).detach().cpu()))
+            output = map_tensors(lambda tensor: tensor.detach().cpu(), forward(model, x))
+            y = map_tensors(moved, self.target(output))
         return x, y
 
     @property

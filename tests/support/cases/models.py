@@ -344,3 +344,9 @@ def hf_vit() -> nn.Module:
 
     config = ViTConfig(image_size=4, patch_size=2, num_labels=3, **SIZES)
     return ViTForImageClassification(config).eval()
+
+
+def attending() -> nn.Module:
+    run = lambda m, x: m.head(m.norm(x + m.attention(x, x, x, need_weights=False)[0]).mean(1))
+    parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "norm": nn.LayerNorm(4)}
+    return Raw(run, **parts, head=nn.Linear(4, 3))

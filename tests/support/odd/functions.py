@@ -1,4 +1,4 @@
-"""Functions of the user's whose second derivative torch loses; `Sine` says so, if its gradient has a graph."""
+"""Functions of the user's. Of a sine torch loses the second derivative; `Sine` says so, if its gradient has a graph."""
 
 from __future__ import annotations
 
@@ -44,3 +44,26 @@ class SineOfContext(Sine):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * ctx.cos
+
+
+class Kinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.is_positive = x > 0
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.is_positive
+
+
+class StraightThrough(torch.autograd.Function):
+    """Its gradient is that of another function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
