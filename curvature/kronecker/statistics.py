@@ -95,12 +95,6 @@ class SideStatistics(KroneckerStatistics):
             for k, block in enumerate(blocks)
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """All sums."""
-        sides = [*(moment for moment, _ in self.activations.values()), *self.backprops.values()]
-        numbers = [number for _, number in self.activations.values() if isinstance(number, Tensor)]
-        return [*(side.entries for side in sides), *numbers]
-
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
         found: dict[str, Tensor] = {}

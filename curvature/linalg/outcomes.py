@@ -52,16 +52,5 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def look(flags: Sequence[Tensor]) -> list[bool]:
     """What flags () say, by one transfer to the host."""
-    return _together(flags).tolist() if flags else []
-
-
-def have_finite_sums(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether the entries of each have a finite sum, by one transfer to the host."""
-    # zero times what is not finite is no number; the rest has a place in single precision, whatever it was
-    return (_together([x.sum().mul_(0).float() for x in tensors]) == 0).tolist() if tensors else []
-
-
-def _together(numbers: Sequence[Tensor]) -> Tensor:
-    """Numbers () as a vector, on an accelerator if one of them is there."""
-    place = next((x.device for x in numbers if x.device.type != "cpu"), numbers[0].device)
-    return torch.stack([x.to(place) for x in numbers])
+    place = next((x.device for x in flags if x.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([x.to(place) for x in flags]).tolist() if flags else []

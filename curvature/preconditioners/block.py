@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.linalg import stack
-from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
+
+OUTLIER_FACTOR = 1e3  # ratio of a trace to that of the running average
 
 SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
 
@@ -29,9 +30,6 @@ class BlockStatistics(Protocol):
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
 
-    def tensors(self) -> list[Tensor]:
-        """All sums."""
-
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
 
@@ -45,6 +43,9 @@ class Block:
         updates: how often the average was updated.
         drift: relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm
             of the numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known.
+        traces: of the matrices of the running average; empty before the first update.
+        was_outlier: whether the last statistics were far out of scale, and left out.
+        outliers: how often that was so.
     """
 
     structure = ""
@@ -53,7 +54,8 @@ class Block:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
-        self.gate = OutlierFilter()
+        self.traces: list[float] = []
+        self.was_outlier, self.outliers = False, 0
 
     @property
     def has_separate_rows(self) -> bool:
@@ -64,14 +66,17 @@ class Block:
         """Weight of the next statistics in a debiased running average after `updates` (None: the block's own)."""
         return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
-    def average(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
-        """The running average of nonnegative tensors, updated; `old` where `new` is an outlier."""
-        w = self.debiased_weight(decay)
-        if old is None:
-            return new
-        found = old.lerp(new, self.gate.weight([(old.sum(), new.sum())], w))
-        self.drift = relative([change(old, found)])
-        return found
+    def weight(self, traces: Sequence[float], decay: float) -> float:
+        """Weight of the next statistics, given their traces: none if one is far out of scale, but never twice in a row.
+
+        With it the running average of traces is updated.
+        """
+        known = list(zip(self.traces, traces, strict=bool(self.traces)))
+        self.was_outlier = not self.was_outlier and any(new > OUTLIER_FACTOR * old > 0 for old, new in known)
+        self.outliers += self.was_outlier
+        weight = 0.0 if self.was_outlier else self.debiased_weight(decay)
+        self.traces = [old + weight * (new - old) for old, new in known] or list(traces)
+        return weight
 
     @property
     def leaves(self) -> list[Block]:
@@ -102,9 +107,20 @@ class Block:
         """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
 
-    @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
-        """Update the running averages of several blocks of this class."""
+    def means(self, statistics: Any) -> Any:
+        """The matrices of the statistics of a leaf, means over samples; None if these have none."""
+        raise NotImplementedError
+
+    def traces_of(self, means: Any) -> list[Tensor]:
+        """The traces () of such matrices."""
+        raise NotImplementedError
+
+    def unchecked(self, statistics: Any) -> list[Tensor]:
+        """What else of the statistics has to be finite; sums ()."""
+        return []
+
+    def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
+        """Update the running average, with that `weight`; returns the `change` of each side, if there were any."""
         raise NotImplementedError
 
     @property
@@ -142,18 +158,13 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k != "gate"})
+        found = pytree.tree_leaves(self.state())
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
     def expected_bytes(self) -> int:
         """Upper bound on `bytes`, known before the first batch."""
         raise NotImplementedError
-
-    @property
-    def outliers(self) -> int:
-        """Number of batches that were left out of the running average."""
-        return 0 if self.gate.count is None else int(self.gate.count)
 
     def condition(self) -> float:
         """Largest over smallest eigenvalue of the matrix that `solve` inverts; nan if it is not prepared."""
@@ -200,8 +211,8 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
         fields = (*SHARED_FIELDS, *self.layout_fields, *self.state_fields)
-        own = {"structure": self.structure, "gate": self.gate.state()}
-        return own | {k: getattr(self, k) for k in fields}
+        gate = {"closed": self.was_outlier, "count": self.outliers, "traces": list(self.traces)}
+        return {"structure": self.structure, "gate": gate} | {k: getattr(self, k) for k in fields}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
@@ -216,8 +227,13 @@ class Block:
         declared = {"structure", "gate", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
         if foreign := sorted(set(state) - declared):
             raise ValueError(f"a block of structure {cls.structure!r} has no {', '.join(map(repr, foreign))}")
+        gate = state.get("gate", {})
+        if foreign := sorted(gate.keys() - {"closed", "count", "traces"}):
+            raise ValueError(f"what is known of outliers has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
-        block.gate = OutlierFilter.restored(state.get("gate", {}), device)
+        # flags were tensors until 1.0
+        block.was_outlier, block.outliers = bool(gate.get("closed", False)), int(gate.get("count", 0))
+        block.traces = [float(x) for x in gate.get("traces", ())]
         for name, value in state.items():
             if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision, have_finite_sums, stack, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, grouped
+from curvature.linalg import full_precision, stack, to_host, without_autocast
+from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -291,15 +292,21 @@ class BlockDiagonalCurvature(CurvatureStore):
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        """Update the running averages, but for those of leaves whose statistics are not finite."""
+        """Update the running averages, but for those of leaves whose statistics are not finite. The host waits once."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        sums = [own.tensors() for _, own in found]
-        fine = iter(have_finite_sums([x for own in sums for x in own]))
-        finite = list(itertools.compress(found, [False not in [next(fine) for _ in own] for own in sums]))
-        for kind in dict.fromkeys(type(leaf) for leaf, _ in finite):
-            alike = [(leaf, own) for leaf, own in finite if type(leaf) is kind]
-            kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
+        pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
+        seen = [(leaf, own, means) for leaf, own in pairs if (means := leaf.means(own)) is not None]
+        sums = [(leaf.traces_of(means), leaf.unchecked(own)) for leaf, own, means in seen]
+        numbers = map(float, to_host([x for pair in sums for own in pair for x in own]))
+        changes: dict[Block, list[tuple[Tensor, Tensor]]] = {}
+        for (leaf, own, means), kinds in zip(seen, sums, strict=True):
+            traces, others = ([next(numbers) for _ in kind] for kind in kinds)
+            if all(map(math.isfinite, traces + others)):
+                changes[leaf] = leaf.update(own, means, decay, leaf.weight(traces, decay))
+        moved = {leaf: own for leaf, own in changes.items() if own}
+        drifts = relative(itertools.chain(*moved.values())).split([len(own) for own in moved.values()]) if moved else ()
+        for leaf, drift in zip(moved, drifts, strict=True):
+            leaf.drift = drift
 
 
 def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:

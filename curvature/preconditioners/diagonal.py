@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import at_least_float32, nonzero_or_one
-from curvature.preconditioners.block import Block, Due
+from curvature.preconditioners.block import Block, Due, change
 from curvature.terms import Term
 
 
@@ -28,9 +28,6 @@ class DiagonalStatistics:
 
     def scale_vectors_(self, times: float) -> None:
         self.samples /= times**2
-
-    def tensors(self) -> list[Tensor]:
-        return [self.sum]
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         return {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}
@@ -61,12 +58,16 @@ class DiagonalBlock(Block):
     def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
         return DiagonalStatistics(float(sums["samples"]), sums["sum"])
 
-    @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[DiagonalStatistics], decay: float) -> None:
-        for block, own in zip(blocks, statistics, strict=True):
-            if own.samples:
-                block.values = block.average(block.values, own.sum / own.samples, decay)
-                block.updates += 1
+    def means(self, statistics: DiagonalStatistics) -> Tensor | None:
+        return statistics.sum / statistics.samples if statistics.samples else None
+
+    def traces_of(self, means: Tensor) -> list[Tensor]:
+        return [means.sum()]
+
+    def update(self, statistics: Any, means: Tensor, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
+        old, self.values = self.values, means if self.values is None else self.values.lerp(means, weight)
+        self.updates += 1
+        return [] if old is None else [change(old, self.values)]
 
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)

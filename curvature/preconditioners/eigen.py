@@ -69,9 +69,6 @@ class EigenStatistics(kronecker.SideStatistics):
                 part.squares, part.basis = squares, block.basis
         return found
 
-    def tensors(self) -> list[Tensor]:
-        return super().tensors() + ([] if self.squares is None else [self.squares])
-
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         found = super().sums(rank, size)
         if self.squares is not None:
@@ -146,19 +143,18 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
-    @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
-        KroneckerBlock.update_all(blocks, statistics, decay)
-        for block, own in zip(blocks, statistics, strict=True):
-            block._update_values(own, decay)
+    def unchecked(self, statistics: EigenStatistics) -> list[Tensor]:
+        return [] if statistics.squares is None else [statistics.squares.sum()]
 
-    def _update_values(self, statistics: EigenStatistics, decay: float) -> None:
+    def update(
+        self, statistics: EigenStatistics, means: kronecker.Product, decay: float, weight: float
+    ) -> list[tuple[Tensor, Tensor]]:
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
-            w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)
-            new = self._evened(statistics.squares_in(basis), basis) / count
-            self.values = self.values.lerp(new, w)
+            own = 0.0 if self.was_outlier else self.debiased_weight(decay, self.seen)
+            self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, own)
             self.seen += 1
+        return super().update(statistics, means, decay, weight)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:

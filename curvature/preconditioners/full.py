@@ -7,7 +7,6 @@ P) rows ``v_nk^T J_n`` are stored as activations and backprops.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
-from curvature.linalg import cat, cholesky, full_precision, look, try_decompose, widen
+from curvature.linalg import cat, cholesky, full_precision, to_host, try_decompose, widen
 from curvature.operators import Named
 from curvature.preconditioners.block import Block, Due
 from curvature.preconditioners.least_squares import Damping, LeastSquares, at
@@ -44,14 +43,16 @@ class FullBlock(Block):
 
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[CurvatureStatistics], decay: float) -> None:
-        """The host asks once for all blocks whether what they see is finite."""
+        """Update blocks with the rows of a batch, if what they see is finite; the host asks once for all."""
         found = [(block, own.rows, block.summarized(own.rows)) for block, own in zip(blocks, statistics, strict=True)]
         seen = [(block, rows, *summary) for block, rows, summary in found if summary is not None]
-        fine = look([trace.isfinite() for *_, trace in seen])
-        for block, rows, jacobian, new, trace in itertools.compress(seen, fine):
+        numbers = map(float, to_host([trace for *_, trace in seen]))
+        for (block, rows, jacobian, new, trace), number in zip(seen, numbers, strict=True):
+            if not math.isfinite(number):
+                continue
             block.count = (1 if block.is_sum else rows.samples) / rows.times**2
             block.trace, block.rank = widen(trace) / block.count, min(jacobian.shape)
-            block.absorb(new, decay)  # a running average has a trace of its own
+            block.absorb(new, number / block.count, decay)  # a running average has a trace of its own
             block.updates += 1
 
     def summarized(self, rows: RowStatistics | None) -> tuple[Jacobian, Any, Tensor] | None:
@@ -65,8 +66,8 @@ class FullBlock(Block):
         """What to keep of a batch, and the trace of ``J^T J``."""
         raise NotImplementedError
 
-    def absorb(self, new: Any, decay: float) -> None:
-        """Keep the result of `summarize`, which is finite."""
+    def absorb(self, new: Any, trace: float, decay: float) -> None:
+        """Keep the result of `summarize`, which is finite, given the trace of the batch's curvature."""
         raise NotImplementedError
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
@@ -152,11 +153,9 @@ class DenseFullBlock(FullBlock):
         rows = widen(jacobian.to_dense())
         return rows.mT @ rows, rows.square().sum()
 
-    def absorb(self, new: Tensor, decay: float) -> None:
-        new = new / self.count
-        old = new if self.matrix is None else self.matrix
-        w = self.gate.weight([(old.diagonal().sum(), new.diagonal().sum())], self.debiased_weight(decay))
-        self.matrix = old.lerp(new, w)
+    def absorb(self, new: Tensor, trace: float, decay: float) -> None:
+        new, weight = new / self.count, self.weight([trace], decay)
+        self.matrix = new if self.matrix is None else self.matrix.lerp(new, weight)
         self.trace = self.matrix.trace()
 
     def decompose(self, damping: Damping) -> None:
@@ -212,8 +211,9 @@ class DiagonalFullBlock(FullBlock):
         values = values.to(at_least_float32(values.dtype))
         return values, values.sum()
 
-    def absorb(self, new: Tensor, decay: float) -> None:
-        self.values = self.average(self.values, new / self.count, decay)
+    def absorb(self, new: Tensor, trace: float, decay: float) -> None:
+        new, weight = new / self.count, self.weight([trace], decay)
+        self.values = new if self.values is None else self.values.lerp(new, weight)
         self.trace = widen(self.values).sum()
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
@@ -246,7 +246,7 @@ class WoodburyBlock(FullBlock):
         found = LeastSquares(jacobian)
         return found, found.trace
 
-    def absorb(self, new: LeastSquares, decay: float) -> None:
+    def absorb(self, new: LeastSquares, trace: float, decay: float) -> None:
         self.fresh = new
 
     @staticmethod

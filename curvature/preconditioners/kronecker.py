@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature import kronecker
-from curvature.preconditioners.block import Block, Due, change, grouped, relative
-from curvature.preconditioners.outliers import OutlierFilter
+from curvature.preconditioners.block import Block, Due, change, grouped
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
@@ -137,22 +136,19 @@ class KroneckerBlock(Block):
         super().load_results(results)
         self._load_inverse(results["inverse"])
 
-    @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
-        seen = [(b, own) for b, own in zip(blocks, statistics, strict=True) if own.samples and own.backprops]
-        news = [own.factors(1 / own.samples) for _, own in seen]
-        traces = [_traces(block.sides, new) for (block, _), new in zip(seen, news, strict=True)]
-        weights = OutlierFilter.weights([b.gate for b, _ in seen], traces, [b.debiased_weight(decay) for b, _ in seen])
-        moved = [block for block, _ in seen if block.sides is not None]
-        changes = [block._average(*own) for (block, _), *own in zip(seen, news, weights, strict=True)]
-        drifts = relative(itertools.chain(*changes)).split(2) if moved else ()
-        for block, drift in zip(moved, drifts, strict=True):
-            block.drift = drift
+    def means(self, statistics: Any) -> kronecker.Product | None:
+        is_seen = statistics.samples and statistics.backprops
+        return statistics.factors(1 / statistics.samples) if is_seen else None
 
-    def _average(self, new: kronecker.Product, weight: float | Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Update the average; the `change` of both sides, if there were any."""
+    def traces_of(self, means: kronecker.Product) -> list[Tensor]:
+        return [side.diagonal().sum() for side in means]
+
+    def update(
+        self, statistics: Any, means: kronecker.Product, decay: float, weight: float
+    ) -> list[tuple[Tensor, Tensor]]:
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
-        self.row_side, self.column_side = now = [side.averaged(own, weight) for side, own in zip(new, old, strict=True)]
+        now = [side.averaged(own, weight) for side, own in zip(means, old, strict=True)]
+        self.row_side, self.column_side = now
         self.updates += 1
         return [change(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
@@ -235,11 +231,6 @@ class KroneckerBlock(Block):
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
-
-
-def _traces(old: kronecker.Product | None, new: kronecker.Product) -> list[tuple[Tensor | None, Tensor]]:
-    """Of both sides, old and new."""
-    return [(None if old is None else old[k].diagonal().sum(), side.diagonal().sum()) for k, side in enumerate(new)]
 
 
 def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:

@@ -47,7 +47,7 @@ class ConjugateGradientBlock(FullBlock):
     def summarize(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()
 
-    def absorb(self, new: Jacobian, decay: float) -> None:
+    def absorb(self, new: Jacobian, trace: float, decay: float) -> None:
         self.jacobian = new.merged()
 
     def decompose(self, damping: Damping) -> None:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
+from curvature.linalg import stack
 from curvature.operators import Named
+from optimizers.steps.layer_vector import norms
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
 # that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
@@ -40,8 +41,7 @@ def restoring(parameters: Named, values: Named) -> Iterator[None]:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
-    sums = stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in some)
-    return bool(sums.isfinite().all()) or bool(all_finite(some))  # sums are quick, but may overflow
+    return bool(stack(norms(some)).isfinite().all()) or bool(all_finite(some))  # norms are quick, but may overflow
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ import curvature.preconditioners.block_diagonal
 import curvature.preconditioners.eigen
 from curvature.kronecker import EigenInverse, KroneckerInverse
 from curvature.kronecker.eigenbasis import Basis
-from curvature.preconditioners import Block, BlockDiagonalCurvature
+from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.inversion import invert
@@ -163,11 +163,11 @@ def test_a_smaller_batch_at_the_end(name: str, size: int):
 def test_terms_of_different_numbers_of_samples():
     """Where no axis of samples is found, all is one sample."""
     model, (x,) = built("linear")
-    _, block = started(model, x)
+    factors, block = started(model, x)
     with seeded(1):
         draw = lambda n, t, d: torch.randn(n, t, 1, d).double()
         parts = [OuterProduct(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
-    block.update_all([block], [block.measure(parts, 6)], DECAY)
+    factors.update_average(CurvatureStatistics({block.names[0]: block.measure(parts, 6)}), DECAY)
     (q,) = basis_of(block)
     each = [torch.cat([p.gradients(), p.b.sum(1)[:, 0, :, None]], 2).flatten(1) @ q for p in parts]
     expected = ((each[0] + each[2]).square().sum(0) + each[1].square().sum(0)) / 6
@@ -179,13 +179,13 @@ def test_terms_of_different_numbers_of_samples():
 def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: int, monkeypatch):
     monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", limit)
     model, (x,) = built(name)
-    _, block = started(model, x)
+    factors, block = started(model, x)
     (shape,) = block.scheme.arrangement.shapes
     with seeded(1):
         values, index = torch.randn(N, 2, shape[1]).double(), torch.randint(shape[0], (N, 2))
         swapped = OuterProduct(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transpose()
     for term in (IndexedRows(index, values, shape), swapped):
-        block.update_all([block], [block.measure([term], N)], 0.0)
+        factors.update_average(CurvatureStatistics({block.names[0]: block.measure([term], N)}), 0.0)
         close(block.values, diagonals(block.scheme.arrangement.to_matrices([term.gradients()]), N, basis_of(block)))
 
 
