@@ -43,12 +43,12 @@ from curvature.gradients import (
 from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of, resolve
 from curvature.matrices.accumulators import Chunk, Vectors
-from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.penalties import require_none, without_penalty
 from curvature.operators import Space
 from curvature.recording import (
     ModelState,
     RandomState,
+    Tape,
     in_turn,
     map_tensors,
     preserve_state,
@@ -62,6 +62,7 @@ RANDOM = (
     "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
     "for that of the model as it predicts"
 )
+Recorded = tuple[Tape, Any]  # tape and output
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
@@ -103,7 +104,7 @@ class DataSource:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch)[:2], None),
+        forward: Callable[[Batch], Recorded] = lambda batch: record(batch)[:2],
         wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
@@ -169,7 +170,7 @@ class RecordedBatch:
     def __init__(
         self, batch: Batch, loss: Loss | None, state: ModelState, recorded: Recorded, masses: SampleMasses, number: int
     ) -> None:
-        tape, output, self.change = recorded
+        tape, output = recorded
         self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
         self.random, self.one_pass = state.drew_random(), state.is_of_one_pass()
         self.masses, self.number = masses, number
@@ -234,9 +235,8 @@ class RecordedBatch:
         return self
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
-        recorded = self.tape, self.output, self.change
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(batch, self.loss, self.state, recorded, self.masses, self.number)
+        found = RecordedBatch(batch, self.loss, self.state, (self.tape, self.output), self.masses, self.number)
         found.whole, found._masses = why, mass
         found.random, found.one_pass = self.random, self.one_pass
         return found
