@@ -43,7 +43,7 @@ class Progress:
         is_sum: whether the loss is a sum over samples, not a mean.
     """
 
-    accumulator: Accumulator
+    accumulator: Accumulator[Any]
     generator: torch.Generator
     total: float = 0.0
     batches: int = 0
