@@ -9,7 +9,15 @@ pass, take each sample's own loss, find or learn a plan (`plans`, `learning`), m
 from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
-from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
+from curvature.gradients.data import (
+    digests,
+    kind_of,
+    number_of_batches,
+    pairs,
+    require_order,
+    require_pairs,
+    require_same,
+)
 from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
@@ -43,7 +51,7 @@ __all__ = [
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_apart",
-    "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",
-    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss",
-    "weighted_gradients", "where_samples_meet",
+    "require_independent_samples", "require_order", "require_pairs", "require_same", "residual_jacobian",
+    "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap",
+    "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

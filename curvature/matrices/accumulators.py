@@ -161,6 +161,14 @@ class DiagonalAccumulator(Accumulator[Diagonal]):
         return found
 
 
+def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Tensor:
+    """Gradients (N, P) of samples from their terms, zero for parameters that have none."""
+    zeros = lambda size: torch.zeros(count, size, dtype=space.dtype, device=space.device)
+    parts = zip(space.names, space.sizes, strict=True)
+    flat = lambda own: gradients(own).reshape(count, -1).to(space.device, space.dtype)
+    return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
+
+
 class DenseAccumulator(Accumulator[operators.Dense]):
     """The dense block."""
 
@@ -179,13 +187,7 @@ class DenseAccumulator(Accumulator[operators.Dense]):
 
     def _rows(self, vectors: Vectors, k: int, count: int) -> Tensor:
         """Per-sample gradients (N, P) of one of the vectors."""
-        rows = [
-            gradients(vectors[name][k]).reshape(count, -1).to(self.sum)
-            if name in vectors
-            else self.sum.new_zeros(count, torch.Size(shape).numel())
-            for name, shape in self.entries()
-        ]
-        return torch.cat(rows, 1)
+        return rows_of(self.space, {name: vectors[name][k] for name in self.names if name in vectors}, count)
 
     def result(self, scale: float) -> operators.Dense:
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
