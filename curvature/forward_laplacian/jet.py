@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,38 @@ class QuadraticForm:
         return (a * self.times(b)).sum(0)
 
 
-Rule = Callable[[QuadraticForm, Function, list[Jet], Args, Kwargs], Any]
+@dataclass(slots=True)
+class Call:
+    """A torch function of jets, which are in the order of its arguments."""
+
+    form: QuadraticForm
+    func: Function
+    jets: list[Jet]
+    args: Args
+    kwargs: Kwargs
+
+    @property
+    def name(self) -> str:
+        owner = getattr(self.func, "__self__", None)  # a property's getter
+        name = getattr(self.func, "__name__", str(self.func))
+        return getattr(owner, "__name__", name) if name == "__get__" else name
+
+    def arguments(self, *names: str) -> Args:
+        """Positional arguments, then keyword arguments in the order of `names`."""
+        return (*self.args, *(self.kwargs[name] for name in names if name in self.kwargs))
+
+    def of(self, parts: Iterable[Tensor | None]) -> Any:
+        """The result with other tensors in place of the jets."""
+        rest = iter(parts)
+        take = lambda x: next(rest) if isinstance(x, Jet) else x
+        args = map_arguments(self.args, take)
+        return self.func(*args, **map_arguments(self.kwargs, take))
+
+    def of_values(self) -> Any:
+        return self.of([jet.value for jet in self.jets])
+
+
+Rule = Callable[[Call], Any]
 RULES: dict[Function, Rule] = {}
 
 
@@ -104,29 +136,6 @@ def map_arguments(tree: Any, take: Callable[[Tensor], Any]) -> Any:
     return type(tree)([map_arguments(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
 
 
-def call_with(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
-    """Call the function with other tensors in place of the jets, in their order."""
-    rest = iter(parts)
-    take = lambda x: next(rest) if isinstance(x, Jet) else x
-    args = map_arguments(args, take)
-    return func(*args, **map_arguments(kwargs, take))
-
-
-def in_order(args: Args, kwargs: Kwargs, *names: str) -> Args:
-    """Positional arguments, then keyword arguments in the order of `names`."""
-    return (*args, *(kwargs[name] for name in names if name in kwargs))
-
-
-def call_on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return call_with(func, [jet.value for jet in jets], args, kwargs)
-
-
-def name_of(func: Function) -> str:
-    owner = getattr(func, "__self__", None)  # a property's getter
-    name = getattr(func, "__name__", str(func))
-    return getattr(owner, "__name__", name) if name == "__get__" else name
-
-
 class Taylor(TorchFunctionMode):
     """Functions of jets run by their rule, or as their formula; all others run as they are.
 
@@ -145,15 +154,16 @@ class Taylor(TorchFunctionMode):
             jets += jets_in(tuple(kwargs.values()))
         if not jets:
             return func(*args, **kwargs)
+        call = Call(self.form, func, jets, args, kwargs)
         if not torch.is_grad_enabled() and func not in METADATA:
-            raise NoRule(f"{name_of(func)} with gradients off, as in a custom autograd function")
+            raise NoRule(f"{call.name} with gradients off, as in a custom autograd function")
         if kwargs.get("out") is not None:
-            raise NoRule(f"{name_of(func)} with out=")
+            raise NoRule(f"{call.name} with out=")
         rule = RULES.get(func)
         if rule is not None:
-            return rule(self.form, func, jets, args, kwargs)
+            return rule(call)
         formula = FORMULAS.get(func) or traceable_body(func)
         if formula is None:
-            raise NoRule(name_of(func))
+            raise NoRule(call.name)
         with self:
             return formula(*args, **kwargs)

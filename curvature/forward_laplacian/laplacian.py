@@ -14,17 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvature import recording
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples, own_functions
 from curvature.linalg import full_precision, hides_second_derivatives, noise_floor, rounding_tolerance
-from curvature.recording import (
-    ModelState,
-    graph_leaves,
-    logits,
-    preserve_state,
-    unwrap_compiled,
-    warn_once,
-)
+from curvature.recording import ModelState, preserve_state
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
@@ -61,7 +55,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     if isinstance(x, Tensor) and x.ndim and not len(x):
         u, grad, second = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
         return u[:0], grad[:0], second[:0]
-    form, model = QuadraticForm(_check_weights(model, x, weights)), unwrap_compiled(model)
+    form, model = QuadraticForm(_check_weights(model, x, weights)), recording.unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
     is_new = _is_new(model, module, x)
@@ -81,7 +75,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                         _require_second_derivatives(model, module, given)
                 if not isinstance(error, Recorded):
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
-                    warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
+                    recording.warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
@@ -123,7 +117,7 @@ def _by_rules(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm) ->
     eye = torch.eye(d, dtype=x.dtype, device=x.device)
     first = eye.reshape(d, 1, *x.shape[1:]).expand(d, *x.shape)
     with Taylor(form):
-        out = logits(model(Jet(x, first)))
+        out = recording.logits(model(Jet(x, first)))
     if not isinstance(out, Jet):
         u = _output(out, x)
         return u, u.new_zeros(*u.shape, *x.shape[1:]), torch.zeros_like(u)
@@ -145,7 +139,7 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm)
     """By gradients of gradients, one output and one input at a time; the model runs once."""
     y = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
     with IndependentNorms(), sdpa_kernel(SDPBackend.MATH):
-        u = _output(logits(model(y)), x)
+        u = _output(recording.logits(model(y)), x)
     grads, sums = [], []
     for column in u.reshape(len(u), -1).unbind(1):
         grad = _gradient(column, y)
@@ -154,7 +148,7 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm)
         seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
         sums.append(torch.stack(seconds).sum(0))
     result = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
-    if x.requires_grad or any(leaf is not y for t in result for leaf in graph_leaves(t)):
+    if x.requires_grad or any(leaf is not y for t in result for leaf in recording.graph_leaves(t)):
         return result
     return result[0].detach(), result[1].detach(), result[2].detach()
 
@@ -203,7 +197,7 @@ def _hide_derivatives(model: Callable[[Tensor], Any], x: Tensor) -> list[str]:
 
         def outputs(y: Tensor) -> Tensor:
             with state.again():
-                return _output(logits(double(y)), x)
+                return _output(recording.logits(double(y)), x)
 
         u = outputs(point.clone().requires_grad_())
         if not (names := own_functions([u])):
@@ -221,7 +215,7 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
     for n in (0, len(x) - 1):
         with preserve_state(module) as state, torch.no_grad():
             try:
-                alone = logits(model(x[n : n + 1]))[0]
+                alone = recording.logits(model(x[n : n + 1]))[0]
             except Exception as error:
                 log.info("laplacian: not compared with sample %d alone: %s", n, error)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,37 +12,22 @@ from torch import Tensor
 from torch.func import vmap
 
 from curvature.forward_laplacian import function_kinds
-from curvature.forward_laplacian.jet import (
-    Args,
-    Function,
-    Jet,
-    Kwargs,
-    NoRule,
-    QuadraticForm,
-    Recorded,
-    call_on_values,
-    call_with,
-    in_order,
-    jets_in,
-    map_arguments,
-    name_of,
-    register,
-)
+from curvature.forward_laplacian.jet import Call, Jet, NoRule, Recorded, jets_in, map_arguments, register
 
 
 @register(function_kinds.METADATA | function_kinds.VALUES)
-def without_derivative(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return call_on_values(func, jets, args, kwargs)
+def without_derivative(call: Call) -> Any:
+    return call.of_values()
 
 
 @register([Tensor._is_view])
-def recorded(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+def recorded(call: Call) -> bool:
     """A recorder calls this on every layer's result, and nothing else does."""
     raise Recorded("a model that is being recorded")
 
 
 @register(function_kinds.properties("requires_grad"))
-def requires_grad(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+def requires_grad(call: Call) -> bool:
     return True
 
 
@@ -53,68 +39,67 @@ def _jets(value: Any, first: Any, second: Any) -> Any:
     return tuple(Jet(*parts) for parts in zip(value, first, seconds, strict=True))
 
 
-def _derivatives(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+def _derivatives(call: Call) -> tuple[Any, Any]:
     """First and second derivatives of a function that is jointly linear in all jets."""
-    run = lambda *parts: call_with(func, parts, args, kwargs)
-    first = vmap(run)(*(jet.first for jet in jets))
-    if all(jet.second is None for jet in jets):
+    first = vmap(lambda *parts: call.of(parts))(*(jet.first for jet in call.jets))
+    if all(jet.second is None for jet in call.jets):
         return first, None
-    return first, run(*(torch.zeros_like(jet.value) if jet.second is None else jet.second for jet in jets))
+    return first, call.of(torch.zeros_like(jet.value) if jet.second is None else jet.second for jet in call.jets)
 
 
 @register(function_kinds.LINEAR)
-def linear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
-        raise NoRule(f"{name_of(func)} of such arguments")
-    value = call_on_values(func, jets, args, kwargs)
+def linear(call: Call) -> Any:
+    if len(call.jets) > 1 or not any(x is call.jets[0] for x in (*call.args[:1], call.kwargs.get("input"))):
+        raise NoRule(f"{call.name} of such arguments")
+    value = call.of_values()
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
         return value  # integers have no derivative
-    return _jets(value, *_derivatives(func, jets, args, kwargs))
+    return _jets(value, *_derivatives(call))
 
 
 @register(function_kinds.AFFINE)
-def affine(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def affine(call: Call) -> Any:
     """A convolution: linear, but its derivatives leave the bias out."""
-    made = linear(form, func, jets, args, kwargs)
-    args = (*args[:2], None, *args[3:])
-    return _jets(made.value, *_derivatives(func, jets, args, {k: x for k, x in kwargs.items() if k != "bias"}))
+    made = linear(call)
+    args, kwargs = (*call.args[:2], None, *call.args[3:]), {k: x for k, x in call.kwargs.items() if k != "bias"}
+    return _jets(made.value, *_derivatives(replace(call, args=args, kwargs=kwargs)))
 
 
 @register(function_kinds.SHAPED)
-def shaped(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def shaped(call: Call) -> Any:
     take = lambda x: x.value if isinstance(x, Jet) else x
-    rest, kwargs = map_arguments(args[1:], take), map_arguments(kwargs, take)
-    if not isinstance(args[0], Jet):
-        return func(args[0], *rest, **kwargs)
-    return linear(form, func, [args[0]], (args[0], *rest), kwargs)
+    first, (*rest,), kwargs = call.args[0], map_arguments(call.args[1:], take), map_arguments(call.kwargs, take)
+    if not isinstance(first, Jet):
+        return call.func(first, *rest, **kwargs)
+    return linear(replace(call, jets=[first], args=(first, *rest), kwargs=kwargs))
 
 
 @register(function_kinds.JOINED)
-def joined(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    value = call_on_values(func, jets, args, kwargs)
+def joined(call: Call) -> Any:
     constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
-    return _jets(value, *_derivatives(func, jets, map_arguments(args, constant), map_arguments(kwargs, constant)))
+    args, kwargs = map_arguments(call.args, constant), map_arguments(call.kwargs, constant)
+    return _jets(call.of_values(), *_derivatives(replace(call, args=args, kwargs=kwargs)))
 
 
 @register({torch.where})
-def where(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    condition, *both = in_order(args, kwargs, "condition", "input", "other")
-    like = jets[0].value
+def where(call: Call) -> Any:
+    condition, *both = call.arguments("condition", "input", "other")
+    like = call.jets[0].value
     tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
-    return joined(form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {})
+    return joined(Call(call.form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {}))
 
 
 @register(function_kinds.BILINEAR)
-def bilinear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    run = lambda *parts: call_with(func, parts, args, kwargs)
-    value = call_on_values(func, jets, args, kwargs)
-    if len(jets) == 1:
-        return _jets(value, *_derivatives(func, jets, args, kwargs))
-    if len(jets) > 2:
-        raise NoRule(f"{name_of(func)} of {len(jets)} tensors that depend on x")
-    a, b = jets
+def bilinear(call: Call) -> Any:
+    run = lambda *parts: call.of(parts)
+    value = call.of_values()
+    if len(call.jets) == 1:
+        return _jets(value, *_derivatives(call))
+    if len(call.jets) > 2:
+        raise NoRule(f"{call.name} of {len(call.jets)} tensors that depend on x")
+    a, b = call.jets
     first = vmap(run, (0, None))(a.first, b.value) + vmap(run, (None, 0))(a.value, b.first)
-    second = 2 * vmap(run)(a.first, form.times(b.first)).sum(0)
+    second = 2 * vmap(run)(a.first, call.form.times(b.first)).sum(0)
     second = second if a.second is None else second + run(a.second, b.value)
     return Jet(value, first, second if b.second is None else second + run(a.value, b.second))
 
@@ -128,18 +113,18 @@ def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]
 
 
 @register({F.linear})
-def linear_layer(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    x, weight, bias, *_ = *in_order(args, kwargs, "input", "weight", "bias"), None
-    if len(jets) == 1 and x is jets[0]:
+def linear_layer(call: Call) -> Any:
+    x, weight, bias, *_ = *call.arguments("input", "weight", "bias"), None
+    if len(call.jets) == 1 and x is call.jets[0]:
         return _as_one_product(F.linear(x.value, weight, bias), x, lambda t: F.linear(t, weight))
     raise NoRule("linear with a weight or bias that depends on x")
 
 
 @register(function_kinds.MATMUL)
-def matmul(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = in_order(args, kwargs, "input", "other", "mat2")
-    if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
+def matmul(call: Call) -> Any:
+    a, b = call.arguments("input", "other", "mat2")
+    if len(call.jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
         return _as_one_product(a.value @ b, a, lambda t: t @ b)
-    if len(jets) == 1 and isinstance(b, Jet) and a.ndim == 2 and b.value.ndim >= 2:
+    if len(call.jets) == 1 and isinstance(b, Jet) and a.ndim == 2 and b.value.ndim >= 2:
         return _as_one_product(a @ b.value, b, lambda t: (t.mT @ a.mT).mT)
-    return bilinear(form, torch.matmul, list(jets_in((a, b))), (a, b), {})
+    return bilinear(Call(call.form, torch.matmul, list(jets_in((a, b))), (a, b), {}))

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.forward_laplacian import function_kinds
-from curvature.forward_laplacian.jet import (
-    Args,
-    Function,
-    Jet,
-    Kwargs,
-    NoRule,
-    QuadraticForm,
-    call_with,
-    in_order,
-    register,
-)
+from curvature.forward_laplacian.jet import Call, Function, Jet, NoRule, QuadraticForm, register
 
 Second = Callable[[Tensor | None, Tensor], Tensor]  # (L, q) to f' L + f'' q; L = None is zero
 Derivatives = tuple[Tensor, Tensor, Second]  # f, f', and the second derivatives
@@ -93,27 +83,27 @@ def compose(form: QuadraticForm, jet: Jet, derivatives: Callable[[Tensor], Deriv
 
 
 @register(FORMULAS)
-def by_formula(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return compose(form, jets[0], FORMULAS[func])
+def by_formula(call: Call) -> Any:
+    return compose(call.form, call.jets[0], FORMULAS[call.func])
 
 
 @register(function_kinds.POINTWISE - FORMULAS.keys())
-def pointwise(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def pointwise(call: Call) -> Any:
     """Any number of tensors, by autograd: the gradient of the sum of the results has the derivative of every entry."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    leaves = [_leaf(jet.value).expand(shape) for jet in jets]
-    value = call_with(func, leaves, args, kwargs)
-    both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in jets), strict=True))
+    leaves = [_leaf(jet.value).expand(shape) for jet in call.jets]
+    value = call.of(leaves)
+    both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in call.jets), strict=True))
     first = _sum([slope * h for slope, h in both if slope is not None])
     seconds = [
         slope * jet.second
-        for (slope, _), jet in zip(both, jets, strict=True)
+        for (slope, _), jet in zip(both, call.jets, strict=True)
         if slope is not None and jet.second is not None
     ]
     for slope, h in both:
         curved = zip(_derivatives(slope, leaves), both, strict=True)
-        seconds += [entry * form.of(h, other) for entry, (_, other) in curved if entry is not None]
+        seconds += [entry * call.form.of(h, other) for entry, (_, other) in curved if entry is not None]
     if first is None:
         return value.detach()
     parts = (value, first, _sum(seconds))
@@ -222,16 +212,16 @@ ARITHMETIC: dict[Function, Binary] = {
 
 
 @register(ARITHMETIC)
-def arithmetic(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    if kwargs.get("rounding_mode") is not None:
+def arithmetic(call: Call) -> Any:
+    if call.kwargs.get("rounding_mode") is not None:
         raise NoRule("a rounded quotient")
-    a, b = in_order(args, kwargs, "input", "other")
-    return ARITHMETIC[func](form, a, b, kwargs.get("alpha", 1))
+    a, b = call.arguments("input", "other")
+    return ARITHMETIC[call.func](call.form, a, b, call.kwargs.get("alpha", 1))
 
 
 @register(function_kinds.functions_named("pow __pow__"))
-def _power(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = in_order(args, kwargs, "input", "self", "exponent")
+def _power(call: Call) -> Any:
+    a, b = call.arguments("input", "self", "exponent")
     if not isinstance(b, Tensor) and b == 2:
-        return compose(form, a, _square)
-    return pointwise(form, func, jets, args, kwargs)
+        return compose(call.form, a, _square)
+    return pointwise(call)

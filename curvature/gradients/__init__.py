@@ -16,6 +16,7 @@ from curvature.gradients.data import (
     pairs,
     require_order,
     require_pairs,
+    require_same,
 )
 from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
@@ -61,7 +62,7 @@ __all__ = [
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_apart",
-    "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",
-    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap", "validate_loss",
-    "weighted_gradients", "where_samples_meet",
+    "require_independent_samples", "require_order", "require_pairs", "require_same", "residual_jacobian",
+    "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap",
+    "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -153,6 +154,18 @@ def digests(model: nn.Module) -> dict[str, str]:
 
     tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
+
+
+def require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any], *but: str) -> None:
+    """Raise ValueError where a file was begun with something else; `but` names what may differ."""
+    for key in dict.fromkeys([*known, *about]):
+        before, now = known.get(key), about.get(key)
+        if key in but or before == now:
+            continue
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            raise ValueError(f"{key}: {', '.join(names[:5])} changed since {path} was begun; take another file")
+        raise ValueError(f"{key}: {now}, but {path} was begun with {before}; take another file")
 
 
 def require_order(data: Any, name: str = "data") -> None:

@@ -7,6 +7,7 @@ accumulator for each layer (`block_structure`). Matrix-free operators go over th
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
+from curvature.matrices.accumulators import rows_of
 from curvature.matrices.block_structure import Structure
 from curvature.matrices.builders import (
     ekfac,
@@ -27,5 +28,5 @@ from curvature.matrices.stored_sums import combine
 __all__ = [
     "DataSource", "RecordedBatch", "Structure", "combine", "ekfac", "empirical_fisher", "fisher",
     "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kept", "kfac", "per_sample_fisher_diagonals",
-    "per_sample_hessian_diagonals", "per_sample_jacobians",
+    "per_sample_hessian_diagonals", "per_sample_jacobians", "rows_of",
 ]  # fmt: skip

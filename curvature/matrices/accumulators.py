@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kroneck
 from curvature.recording import Tape
 from curvature.terms import StackedTerms, Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
 
+Result = TypeVar("Result", bound=Operator)
 Range = tuple[int, int]  # the first row, and the one after the last
 Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that were sent back
 
@@ -71,7 +72,7 @@ class Chunk:
         return None if bool((self.weights == 1).all()) else self.weights
 
 
-class Accumulator:
+class Accumulator(Generic[Result]):
     """Base: the sum for one block, whose parameters form a space."""
 
     def __init__(self, space: Space) -> None:
@@ -96,16 +97,16 @@ class Accumulator:
         """
         raise NotImplementedError
 
-    def result(self, scale: float) -> Operator:
+    def result(self, scale: float) -> Result:
         """The operator on the block's parameters; the sum is used up."""
         raise NotImplementedError
 
-    def refined(self, block: Operator) -> Accumulator:
+    def refined(self, block: Any) -> Accumulator[Any]:
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
         return FixedOperator(block)
 
 
-class FixedOperator(Accumulator):
+class FixedOperator(Accumulator[Operator]):
     """A block that a second pass leaves as it is."""
 
     def __init__(self, block: Operator) -> None:
@@ -122,7 +123,7 @@ class FixedOperator(Accumulator):
         return self.block
 
 
-class DiagonalAccumulator(Accumulator):
+class DiagonalAccumulator(Accumulator[Diagonal]):
     """The diagonal alone."""
 
     def __init__(self, space: Space) -> None:
@@ -141,7 +142,7 @@ class DiagonalAccumulator(Accumulator):
         for name, new in other.sums.items():
             self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
-    def result(self, scale: float) -> Operator:
+    def result(self, scale: float) -> Diagonal:
         return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
 
     def by_name(self, scale: float) -> dict[str, Tensor]:
@@ -160,7 +161,15 @@ class DiagonalAccumulator(Accumulator):
         return found
 
 
-class DenseAccumulator(Accumulator):
+def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Tensor:
+    """Gradients (N, P) of samples from their terms, zero for parameters that have none."""
+    zeros = lambda size: torch.zeros(count, size, dtype=space.dtype, device=space.device)
+    parts = zip(space.names, space.sizes, strict=True)
+    flat = lambda own: gradients(own).reshape(count, -1).to(space.device, space.dtype)
+    return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
+
+
+class DenseAccumulator(Accumulator[operators.Dense]):
     """The dense block."""
 
     def __init__(self, space: Space) -> None:
@@ -178,19 +187,13 @@ class DenseAccumulator(Accumulator):
 
     def _rows(self, vectors: Vectors, k: int, count: int) -> Tensor:
         """Per-sample gradients (N, P) of one of the vectors."""
-        rows = [
-            gradients(vectors[name][k]).reshape(count, -1).to(self.sum)
-            if name in vectors
-            else self.sum.new_zeros(count, torch.Size(shape).numel())
-            for name, shape in self.entries()
-        ]
-        return torch.cat(rows, 1)
+        return rows_of(self.space, {name: vectors[name][k] for name in self.names if name in vectors}, count)
 
-    def result(self, scale: float) -> Operator:
+    def result(self, scale: float) -> operators.Dense:
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
 
 
-class KroneckerAccumulator(Accumulator):
+class KroneckerAccumulator(Accumulator[Kronecker]):
     """One Kronecker product per group for each reading of the weight, merged into one at the end."""
 
     def __init__(self, space: Space, scheme: Scheme) -> None:
@@ -240,7 +243,7 @@ class KroneckerAccumulator(Accumulator):
         factors = self.total.factors_(scale)
         return Kronecker(self.space, self.total.scheme.arrangement, *factors, is_symmetric=True)
 
-    def refined(self, block: Operator) -> Accumulator:
+    def refined(self, block: Any) -> Accumulator[Any]:
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
@@ -261,7 +264,7 @@ def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
     return bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
 
 
-class EigenAccumulator(Accumulator):
+class EigenAccumulator(Accumulator[EigenKronecker]):
     """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
 
     def __init__(self, scheme: Scheme, factors: Kronecker | EigenKronecker) -> None:
@@ -289,7 +292,7 @@ class EigenAccumulator(Accumulator):
         return EigenKronecker(self.space, self.basis.scheme.arrangement, rows, columns, scale * self.sum)
 
 
-class LayersAccumulator(Accumulator):
+class LayersAccumulator(Accumulator[BlockDiagonal]):
     """One accumulator for each layer, made when the first vectors arrive there; what gets none has a zero block.
 
     Args:
@@ -299,11 +302,11 @@ class LayersAccumulator(Accumulator):
     """
 
     def __init__(
-        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator], alone: Collection[str] = ()
+        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator[Any]], alone: Collection[str] = ()
     ) -> None:
         super().__init__(space)
         self.make, self.alone = make, alone
-        self.parts: dict[tuple[str, ...], Accumulator] = {}
+        self.parts: dict[tuple[str, ...], Accumulator[Any]] = {}
         self.waiting = list(space.names)
 
     def add(self, chunk: Chunk) -> None:
@@ -337,7 +340,7 @@ class LayersAccumulator(Accumulator):
         if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
             raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
 
-        def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator:
+        def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator[Any]:
             block = factors.blocks.get(names[0])
             if block is None or block.space.names != names:
                 raise ValueError(f"factors: there is no block of {', '.join(names)}")
@@ -345,15 +348,14 @@ class LayersAccumulator(Accumulator):
 
         return LayersAccumulator(self.space, make, self.alone)
 
-    def refined(self, block: Operator) -> LayersAccumulator:
-        assert isinstance(block, BlockDiagonal)
+    def refined(self, block: BlockDiagonal) -> LayersAccumulator:
         again = LayersAccumulator(self.space, self.make, self.alone)
         again.waiting = list(self.waiting)
         again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
         return again
 
 
-class RowRangeAccumulator(Accumulator):
+class RowRangeAccumulator(Accumulator[RowBlocks]):
     """One accumulator for each range of rows of a weight and its bias that is read apart.
 
     Args:
@@ -361,7 +363,7 @@ class RowRangeAccumulator(Accumulator):
         parts: accumulators by range; the ranges cover all rows, in order.
     """
 
-    def __init__(self, space: Space, parts: Mapping[Range, Accumulator]) -> None:
+    def __init__(self, space: Space, parts: Mapping[Range, Accumulator[Any]]) -> None:
         super().__init__(space)
         self.parts = dict(parts)
 
@@ -399,7 +401,6 @@ class RowRangeAccumulator(Accumulator):
         inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
         return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
 
-    def refined(self, block: Operator) -> Accumulator:
-        assert isinstance(block, RowBlocks)
+    def refined(self, block: RowBlocks) -> RowRangeAccumulator:
         found = zip(self.parts.items(), block.blocks.values(), strict=True)
         return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})

@@ -18,12 +18,13 @@ from curvature.matrices.accumulators import (
     KroneckerAccumulator,
     LayersAccumulator,
     Range,
+    Result,
     RowRangeAccumulator,
 )
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import Progress, StoredSums
-from curvature.operators import Operator, Space, require_held_size
+from curvature.operators import Space, require_held_size
 from curvature.recording import is_within
 from curvature.terms import Term, name_of_rows, row_ranges
 
@@ -31,7 +32,7 @@ MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets 
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
-Sums = TypeVar("Sums", bound=Accumulator)
+Sums = TypeVar("Sums", bound=Accumulator[Any])
 Passes = DataSource | Repeated  # the latter also checks that data are the same every time
 
 
@@ -54,10 +55,10 @@ def collected(
     passes: Passes,
     inject: Injection,
     seed: int,
-    accumulator: Accumulator,
+    accumulator: Accumulator[Result],
     chunks: Chunks = RecordedBatch.chunks,
     store: StoredSums | None = None,
-) -> Operator:
+) -> Result:
     """The operator of an accumulator, after one pass over the data: see `summed`."""
     found, scale = summed(passes, inject, seed, accumulator, chunks, store)
     return found.result(scale)
@@ -103,51 +104,48 @@ def summed(
     return cast("Sums", progress.accumulator), 1.0 if passes.is_sum else 1 / progress.total
 
 
-class Structures:
-    """The structures that the caller has chosen for some layers.
+def by_layers(
+    space: Space, default: Structure, sharing: str, structure: Mapping[str, Structure] | None
+) -> LayersAccumulator:
+    """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen.
 
     Raises:
-        ValueError: a structure is unknown.
+        ValueError: a structure is unknown, or a key names no layer.
     """
+    chosen: dict[str, Any] = dict(structure or {})
+    for key, own in chosen.items():
+        if own not in STRUCTURES:
+            raise ValueError(f"structure: {key!r} has {own!r}; expected one of {', '.join(STRUCTURES)}")
+        if not any(is_within(name, key) for name in space.names):
+            known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
+            raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
 
-    def __init__(self, chosen: Mapping[str, Structure] | None) -> None:
-        self.chosen: dict[str, Any] = dict(chosen or {})
-        for key, structure in self.chosen.items():
-            if structure not in STRUCTURES:
-                raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
+    def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator[Any]:
+        keys = [key for key in chosen if any(is_within(name, key) for name in names)]
+        own = chosen[max(keys, key=len)] if keys else None
+        return _of_layer(space.subspace(names), chunk, own or default, sharing, own is not None)
 
-    def accumulator(self, space: Space, default: Structure, sharing: str) -> LayersAccumulator:
-        """An accumulator of the blocks of all layers; ValueError for a key that names none of them."""
-        for key in self.chosen:
-            if not any(is_within(name, key) for name in space.names):
-                known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
-                raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
+    return LayersAccumulator(space, make, chosen.keys() & set(space.names))
 
-        make = lambda names, chunk: self._one(names, chunk, space, default, sharing)
-        return LayersAccumulator(space, make, self.chosen.keys() & set(space.names))
 
-    def _one(self, names: tuple[str, ...], chunk: Chunk, space: Space, default: Structure, sharing: str) -> Accumulator:
-        own = space.subspace(names)
-        keys = [key for key in self.chosen if any(is_within(name, key) for name in names)]
-        chosen = self.chosen[max(keys, key=len)] if keys else None
-        if (chosen or default) == "kronecker":
-            found = chunk.of(names[0])
-            factored = None if found is None else _factored(own, found[0][0], sharing)
-            if factored is not None:
-                if not chosen and isinstance(factored, KroneckerAccumulator):
-                    _require_held_sides(factored)
-                return factored
-            if chosen:
-                raise ValueError(
-                    f"structure: {names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
-                    'layer\'s affine map); choose "dense" or "diagonal"'
-                )
-            return _exact(own)
-        if (chosen or default) == "diagonal":
-            return DiagonalAccumulator(own)
-        if not chosen:
-            require_held_size(names, "the exact block", own.size, own.dtype, ("diagonal", "kronecker", "dense"))
-        return DenseAccumulator(own)
+def _of_layer(space: Space, chunk: Chunk, structure: Structure, sharing: str, is_chosen: bool) -> Accumulator[Any]:
+    names = space.names
+    if structure == "diagonal":
+        return DiagonalAccumulator(space)
+    if structure == "dense":
+        if not is_chosen:
+            require_held_size(names, "the exact block", space.size, space.dtype, ("diagonal", "kronecker", "dense"))
+        return DenseAccumulator(space)
+    found = chunk.of(names[0])
+    factored = None if found is None else _factored(space, found[0][0], sharing)
+    if factored is None and is_chosen:
+        raise ValueError(
+            f"structure: {names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
+            'layer\'s affine map); choose "dense" or "diagonal"'
+        )
+    if isinstance(factored, KroneckerAccumulator) and not is_chosen:
+        _require_held_sides(factored)
+    return _exact(space) if factored is None else factored
 
 
 def _require_held_sides(factored: KroneckerAccumulator) -> None:
@@ -160,11 +158,11 @@ def _require_held_sides(factored: KroneckerAccumulator) -> None:
             )
 
 
-def _exact(space: Space) -> Accumulator:
+def _exact(space: Space) -> Accumulator[Any]:
     return DenseAccumulator(space) if space.size <= MAX_EXACT_SIZE else DiagonalAccumulator(space)
 
 
-def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
+def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator[Any] | None:
     """An accumulator of Kronecker factors for a weight, or for each range of its rows; None if there are none."""
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:
@@ -172,7 +170,7 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
     apart = row_ranges(terms)
     if apart[0].terms is terms:
         return None
-    parts: dict[Range, Accumulator] = {}
+    parts: dict[Range, Accumulator[Any]] = {}
     rows = 0
     for piece in apart:
         if piece.start > rows:  # never read

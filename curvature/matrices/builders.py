@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from curvature.gradients import digests, either_form, number_of_batches, require_order
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import DiagonalAccumulator
-from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, summed
+from curvature.matrices.block_structure import Structure, by_layers, collected, require_injection, seed_of, summed
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
-from curvature.operators import BlockDiagonal, MatrixFree, Operator
+from curvature.operators import BlockDiagonal, MatrixFree
 from curvature.recording import in_turn, warn_once
 
 EXACT = exact()
@@ -114,9 +114,9 @@ def fisher_blocks(
     Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    sums = Structures(structure).accumulator(source.space, "dense", "expand")
+    sums = by_layers(source.space, "dense", "expand", structure)
     file = _stored(store, source, inject, f"blocks, {structure}")
-    return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
+    return collected(source, inject, seed_of(generator), sums, store=file)
 
 
 @either_form
@@ -249,9 +249,9 @@ def kfac(
     arguments and errors are those of `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    sums = Structures(structure).accumulator(source.space, "kronecker", sharing)
+    sums = by_layers(source.space, "kronecker", sharing, structure)
     file = _stored(store, source, inject, f"kfac, {sharing}, {structure}")
-    return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
+    return collected(source, inject, seed_of(generator), sums, store=file)
 
 
 @either_form
@@ -286,7 +286,7 @@ def ekfac(
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     space, seed = source.space, seed_of(generator)
     passes = Repeated(source, inject)
-    sums = Structures(structure).accumulator(space, "kronecker", sharing)
+    sums = by_layers(space, "kronecker", sharing, structure)
     if factors is None:
         first = None if store is None else f"{os.fspath(store)}.factors"
         file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")
@@ -294,12 +294,7 @@ def ekfac(
     else:
         again = sums.within(factors)
     file = _stored(store, source, inject, f"ekfac, {sharing}, {structure}")
-    return _as_blocks(collected(passes, inject, seed, again, store=file))
-
-
-def _as_blocks(found: Operator) -> BlockDiagonal:
-    assert isinstance(found, BlockDiagonal)
-    return found
+    return collected(passes, inject, seed, again, store=file)
 
 
 def _stored(store: Path | None, source: DataSource, inject: Injection, form: str) -> StoredSums | None:

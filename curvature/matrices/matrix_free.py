@@ -86,7 +86,7 @@ class ThroughOutputs:
     def product(self, matrix: Tensor) -> Tensor:
         drawn = torch.Generator(self.space.device).manual_seed(self.seed)
         prepare = partial(through_outputs, inject=self.inject, drawn=drawn, passes=self.passes)
-        return self.passes.times(prepare, matrix, forward=True)
+        return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
         return collected(

@@ -17,51 +17,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
+from curvature import gradients, recording
 from curvature.functional import AttentionInBlocks
-from curvature.gradients import (
-    Batch,
-    Plan,
-    SamplesMeet,
-    batched_vjp,
-    general_path_terms,
-    kept_plan,
-    kind_of,
-    learn,
-    number_of_batches,
-    pairs,
-    plan_beside_copy,
-    record,
-    require_apart,
-    require_independent_samples,
-    require_pairs,
-    single_sample_reference,
-    stacked_terms,
-    terms_by_parameter,
-    validate_loss,
-    where_samples_meet,
-)
+from curvature.gradients import Batch, Plan, SamplesMeet
 from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of, resolve
 from curvature.matrices.accumulators import Chunk, Vectors
-from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.penalties import require_none, without_penalty
 from curvature.operators import Space
-from curvature.recording import (
-    ModelState,
-    RandomState,
-    in_turn,
-    map_tensors,
-    preserve_state,
-    trained_parameters,
-    unwrap_compiled,
-    warn_once,
-)
-from curvature.terms import DenseGradients, Term, gradients
+from curvature.recording import ModelState, RandomState, Tape, in_turn
+from curvature.terms import DenseGradients, Term, contractions
 
 RANDOM = (
     "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
     "for that of the model as it predicts"
 )
+Recorded = tuple[Tape, Any]  # tape and output
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
@@ -83,17 +54,17 @@ class DataSource:
 
     def __post_init__(self) -> None:
         """Check all that can be checked before the first batch."""
-        object.__setattr__(self, "parameters", tuple(trained_parameters(self.model, self.parameters)))
-        object.__setattr__(self, "model", unwrap_compiled(self.model))
+        object.__setattr__(self, "parameters", tuple(recording.trained_parameters(self.model, self.parameters)))
+        object.__setattr__(self, "model", recording.unwrap_compiled(self.model))
         if self.loss is not None:
-            validate_loss(self.loss)
+            gradients.validate_loss(self.loss)
         object.__setattr__(self, "masses", SampleMasses(self.loss))
-        require_pairs(self.data)
+        gradients.require_pairs(self.data)
 
     @property
     def space(self) -> Space:
         """Its parameters, in single precision at least."""
-        return Space.of(trained_parameters(self.model, self.parameters))
+        return Space.of(recording.trained_parameters(self.model, self.parameters))
 
     def batch(self, x: Any, y: Any) -> Batch:
         """A batch of the data, checked."""
@@ -103,7 +74,7 @@ class DataSource:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch)[:2], None),
+        forward: Callable[[Batch], Recorded] = lambda batch: gradients.record(batch)[:2],
         wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
@@ -119,9 +90,9 @@ class DataSource:
         seen, number = False, -1
         random = RandomState(self.model.modules())  # a DataLoader draws from it
         try:
-            batches: Iterable[tuple[Any, Any]] = pairs(self.data)
+            batches: Iterable[tuple[Any, Any]] = gradients.pairs(self.data)
             if self.progress:
-                batches = tqdm(batches, total=number_of_batches(self.data), unit="batch", leave=False)
+                batches = tqdm(batches, total=gradients.number_of_batches(self.data), unit="batch", leave=False)
             for number, (x, y) in enumerate(batches):
                 if not wanted(number):
                     continue
@@ -132,7 +103,7 @@ class DataSource:
                     run = RecordedBatch(batch, self.loss, state, _in_blocks(forward, batch), self.masses, number)
                     visit(run)
                     if run.random:
-                        warn_once(RANDOM)
+                        recording.warn_once(RANDOM)
                 seen = True
         finally:
             random.restore()
@@ -145,7 +116,7 @@ class DataSource:
     def surroundings(self) -> Iterator[ModelState]:
         """What the model runs in, and the derivatives of its pass."""
         # fused attention has no second derivatives and no batched backward pass
-        with preserve_state(self.model, tuple(self.parameters or ())) as state, sdpa_kernel(SDPBackend.MATH):
+        with recording.preserve_state(self.model, tuple(self.parameters or ())) as state, sdpa_kernel(SDPBackend.MATH):
             yield state
 
     @property
@@ -169,17 +140,17 @@ class RecordedBatch:
     def __init__(
         self, batch: Batch, loss: Loss | None, state: ModelState, recorded: Recorded, masses: SampleMasses, number: int
     ) -> None:
-        tape, output, self.change = recorded
+        tape, output = recorded
         self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
         self.masses, self.number = masses, number
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
-        require_independent_samples(tape)
+        gradients.require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"model: expected a tensor as output (or one in .logits), found {kind_of(output)}; return all that the "
-                "loss needs as one tensor with an axis of samples, such as torch.cat([mean, log_std], 1), and let the "
-                "loss take it apart"
+                f"model: expected a tensor as output (or one in .logits), found {gradients.kind_of(output)}; return "
+                "all that the loss needs as one tensor with an axis of samples, such as torch.cat([mean, log_std], 1), "
+                "and let the loss take it apart"
             )
         self.output = output
         self._patches: dict[str, list[Tensor]] = {}
@@ -191,18 +162,20 @@ class RecordedBatch:
         Not from the loss, which may be flat somewhere and then leaves doubts.
         """
 
-        plan = kept_plan(self.batch.model, self.batch.key, self.tape)
+        plan = gradients.kept_plan(self.batch.model, self.batch.key, self.tape)
         if plan is not None:
             return plan
         self.require_apart()  # kept plans are of such batches
         with AttentionInBlocks():
             if self.batch.count == 1 and not self.whole and not self.one_pass:
-                plan = plan_beside_copy(self.batch, self.tape)
+                plan = gradients.plan_beside_copy(self.batch, self.tape)
             if plan is not None:
                 return plan
             probed = self.batch.probe(self.output)
-            reference = single_sample_reference(probed, self.one_pass)
-            return learn(self.batch.model, self.batch.key, self.tape, probed.losses(self.output), reference)[0]
+            reference = gradients.single_sample_reference(probed, self.one_pass)
+            return gradients.learn(self.batch.model, self.batch.key, self.tape, probed.losses(self.output), reference)[
+                0
+            ]
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
         """This batch, or the same as one sample where its samples meet.
@@ -225,7 +198,7 @@ class RecordedBatch:
             return self._as_one_sample(error, self.masses.whole(self.number, self.output))
         if by_rows or inject.is_random or not inject.weighs_samples:
             with AttentionInBlocks():
-                where = where_samples_meet(self.batch, self.tape)
+                where = gradients.where_samples_meet(self.batch, self.tape)
             if where and (not inject.weighs_samples or self.batch.is_uneven):
                 raise SamplesMeet(where)
             if where:
@@ -234,9 +207,8 @@ class RecordedBatch:
         return self
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
-        recorded = self.tape, self.output, self.change
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(batch, self.loss, self.state, recorded, self.masses, self.number)
+        found = RecordedBatch(batch, self.loss, self.state, (self.tape, self.output), self.masses, self.number)
         found.whole, found._masses = why, mass
         found.random, found.one_pass = self.random, self.one_pass
         return found
@@ -245,7 +217,7 @@ class RecordedBatch:
         """Raise `SamplesMeet` for a batch whose samples meet in the model."""
         if self.whole is None:
             with AttentionInBlocks():
-                require_apart(self.batch, self.tape)
+                gradients.require_apart(self.batch, self.tape)
 
     def mass_of_batch(self) -> float:
         """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean."""
@@ -309,20 +281,22 @@ class RecordedBatch:
         self.require_apart()
         plan, parts = self.plan, [self._backprops(part) for part in vectors.split(self.pass_size)]
         together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
-        stacks = stacked_terms(self.tape, together, plan.layouts, plan.general)
+        stacks = gradients.stacked_terms(self.tape, together, plan.layouts, plan.general)
         if len(stacks) == len(self.tape.parameters):
             return stacks
         skip, size, others = plan.general | stacks.keys(), self.pass_size, dict[str, list[list[Term]]]()
         rows = ([None if b is None else b[k % size] for b in parts[k // size]] for k in range(len(vectors)))
         for v, backprops in zip(vectors, rows, strict=True):
-            terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
+            terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, skip)
             failed -= stacks.keys()
             if failed:
                 along = self.batch.along(v)
                 with AttentionInBlocks():
                     recorded = along.losses(self.output) if self.one_pass else None
-                    found = general_path_terms(along, plan, failed, recorded)
-                terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
+                    found = gradients.general_path_terms(along, plan, failed, recorded)
+                terms |= {
+                    k: [DenseGradients(contractions.gradients(parts).to(self.dtype))] for k, parts in found.items()
+                }
             for name, of_parameter in terms.items():
                 if of_parameter:
                     others.setdefault(name, []).append(of_parameter)
@@ -332,12 +306,12 @@ class RecordedBatch:
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""
         edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        found = iter(batched_vjp([self.output], edges, [vectors]))
+        found = iter(gradients.batched_vjp([self.output], edges, [vectors]))
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
-        pairs = zip(self.tape.uses, rows, strict=True)
+        both = zip(self.tape.uses, rows, strict=True)
         cast = lambda b: b if b.is_complex() else b.to(self.dtype)
         # none at an expert that no sample reaches
-        return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in pairs]
+        return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in both]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""
@@ -360,14 +334,14 @@ class RecordedBatch:
         """Output, detached, loss and target with the samples along dim 0 of both tensors."""
         loss, dims = self.loss, self.batch.dims
         output = self.output.detach().movedim(dims[1], 0)
-        target = map_tensors(lambda t: t.movedim(dims[2], 0), self.batch.y)
+        target = recording.map_tensors(lambda t: t.movedim(dims[2], 0), self.batch.y)
         if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
             return output, loss, target
 
         given = resolve(loss)
 
         def moved(output: Any, target: Any) -> Tensor:
-            return given(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
+            return given(output.movedim(0, dims[1]), recording.map_tensors(lambda t: t.movedim(0, dims[2]), target))
 
         moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
         return output, moved, target

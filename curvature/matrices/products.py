@@ -1,15 +1,14 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
-``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass (`linearised`). Two
-cases take `forward_mode`, where it proves right: a single column whose graphs are not kept for the next product, and
-columns of a network with group or batch norms. Where torch loses a part of it, it comes by rows. A Hessian's product
-differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass, or one in forward
+mode (`linearised`). Where torch loses a part of it, it comes by rows. A Hessian's product differentiates the gradient
+(Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -18,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import own_functions
+from curvature.functional import TwiceDifferentiable, own_functions
 from curvature.gradients import (
     Batch,
     are_adjoint,
     batched_vjp,
     changes_by_backward_passes,
     number_of_batches,
+    record,
 )
 from curvature.linalg import cat, contradicts_differences, full_precision, matmul, stack, widen
 from curvature.losses import Injection, Random
-from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.jacobians import changes_by_rows
-from curvature.matrices.linearised import LayerRules, random_directions
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
+from curvature.matrices.linearised import Ways, random_directions
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, Recorded, RecordedBatch
 from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, moved, tensors_in
 
@@ -64,8 +63,7 @@ class Repeated:
     source: DataSource
     inject: Injection | None = None
     seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
-    forward: ForwardMode = field(default_factory=ForwardMode)
-    rules: LayerRules = field(default_factory=LayerRules)
+    ways: Ways = field(default_factory=Ways)
 
     def __post_init__(self) -> None:
         self.state = self._state()
@@ -99,14 +97,12 @@ class Repeated:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        direction: Callable[[Batch], Mapping[str, Tensor] | None] = lambda batch: None,
         wanted: Callable[[int], bool] | None = None,
     ) -> None:
         """`DataSource.each` with checks.
 
         Args:
             wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
-            direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
 
         Raises:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
@@ -124,10 +120,9 @@ class Repeated:
             seen.append(_checksum(run.batch))
             visit(run)
 
-        forward = lambda batch: self.forward.record(batch, direction(batch))
         try:
             some = {} if wanted is None else {"wanted": wanted}
-            self.source.each(checked, forward, **some)
+            self.source.each(checked, _record, **some)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         if wanted is not None:
@@ -147,12 +142,11 @@ class Repeated:
         return self.source.is_sum
 
     @in_turn()
-    def times(self, prepare: Prepare, matrix: Tensor, forward: bool = False) -> Tensor:
+    def times(self, prepare: Prepare, matrix: Tensor) -> Tensor:
         """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
 
         Args:
             prepare: returns, for a batch, its product.
-            forward: whether the change of the output along a single column is of use.
         """
         columns = matrix.T.contiguous()
         total = torch.empty_like(columns)
@@ -168,20 +162,13 @@ class Repeated:
             if self.keeps and not run.one_pass:
                 made.append(product)
 
-        def direction(batch: Batch) -> Mapping[str, Tensor] | None:
-            """Several columns would take a forward pass each, and a pass with dual numbers is for one column."""
-            if not forward or len(columns) > 1 or self.keeps:
-                return None
-            parameters = batch.parameters
-            return {k: v[0] for k, v in zip(parameters, _split(columns, list(parameters.values())), strict=True)}
-
         if self.kept:
             self._require_unchanged()
             with self.source.surroundings():
                 for product in self.kept:
                     add(product)
         else:
-            self.each(visit, direction)
+            self.each(visit)
             if len(made) == len(weights):
                 self.kept, self.kept_for = made, self._surroundings()
         return (total if self.is_sum or self.is_single else total.div_(sum(weights))).T
@@ -224,6 +211,11 @@ class Repeated:
                     f"{what} has changed inside `with curvature.kept(...)`, whose graphs are of what was there before; "
                     "leave the block, and make the operator anew if the model is another"
                 )
+
+
+def _record(batch: Batch) -> Recorded:
+    with TwiceDifferentiable():
+        return record(batch)[:2]
 
 
 def _seen_of(t: Tensor) -> tuple[int, int | None, int | None]:
@@ -292,20 +284,12 @@ def _changes(
     run: RecordedBatch, parameters: list[nn.Parameter], passes: Repeated, inject: Injection
 ) -> tuple[Callable[[Tensor], Tensor | None], int]:
     """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; and for how many at once."""
-    if run.change is not None:
-        known = [run.change[None]]
-        run.change = None
-        return (lambda _: known.pop()), 1  # for its one column
     named = lambda part: dict(zip(run.batch.parameters, _split(part, parameters), strict=True))
-    found = passes.forward.columns(run.batch, run.tape, run.output)
-    if found is not None:
-        along, step = found
-        return (lambda part: along(named(part))), step
-    changes = passes.rules.linearise(run.batch, run.tape, run.output)
-    if changes is None:
+    way = passes.ways.find(run.batch, run.tape, run.output)
+    if way is None:
         rows = run.as_seen_by(inject)
         return (lambda part: changes_by_rows(rows, named(part))), run.pass_size
-    return (lambda part: changes(named(part))), _through_backward(run)
+    return (lambda part: way(named(part))), way.at_once or _through_backward(run)
 
 
 def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:

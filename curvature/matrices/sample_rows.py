@@ -19,7 +19,7 @@ class NotFewRows(Exception):
     """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
 
 
-class RowAccumulator(Accumulator):
+class RowAccumulator(Accumulator[SampleSpace]):
     """The rows of all chunks, whose vectors hold the roots of their weights."""
 
     def __init__(self, space: Space) -> None:

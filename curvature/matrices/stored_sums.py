@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from curvature.gradients import require_same
 from curvature.kronecker import Basis, KroneckerStatistics, Reading, Scheme
 from curvature.linalg import to_host
 from curvature.matrices import accumulators
@@ -43,7 +44,7 @@ class Progress:
         is_sum: whether the loss is a sum over samples, not a mean.
     """
 
-    accumulator: Accumulator
+    accumulator: Accumulator[Any]
     generator: torch.Generator
     total: float = 0.0
     batches: int = 0
@@ -69,7 +70,7 @@ class StoredSums:
         done, is_whole = 0, True
         if known is not None:
             done = known["batches"]
-            _require_same(self.path, known["about"], self.about)
+            require_same(self.path, known["about"], self.about)
             _require_places(self.path, known["sums"].space, space)
             progress.generator.set_state(known["before"])
         before, first = progress.generator.get_state(), None
@@ -134,7 +135,7 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
     whole = _read(listed[0], device)
     for path in listed[1:]:
         part = _read(path, device)
-        _require_same(path, part["about"], whole["about"], "batches")
+        require_same(path, part["about"], whole["about"], "batches")
         try:
             whole["sums"].add_(part["sums"])
         except ValueError as error:
@@ -212,14 +213,3 @@ def _require_places(path: Path, known: Space, space: Space) -> None:
         raise ValueError(
             f"{path} has its sums where the parameters were, {there}; they are now {here}; take another file"
         )
-
-
-def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any], *but: str) -> None:
-    """Refuse a file that was begun with something else."""
-    for key in dict.fromkeys([*known, *about]):
-        if key in but or known.get(key) == about.get(key):
-            continue
-        if isinstance(about.get(key), dict) and isinstance(known.get(key), dict):
-            names = [name for name in {**known[key], **about[key]} if known[key].get(name) != about[key].get(name)]
-            raise ValueError(f"{key}: {', '.join(names[:5])} differs in {path}; take another file")
-        raise ValueError(f"{key}: {about.get(key)}, but {path} was begun with {known.get(key)}; take another file")

@@ -207,3 +207,8 @@ class BlockDiagonal(Operator):
 
     def __repr__(self) -> str:
         return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
+
+
+def blocks_of(K: Operator) -> list[Operator]:
+    """The blocks of a block-diagonal matrix; any other is its only one."""
+    return list(K.blocks.values()) if isinstance(K, BlockDiagonal) else [K]

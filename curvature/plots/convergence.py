@@ -67,7 +67,7 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
     if len(counts) <= MAX_TICKS:
         ax.set_xticks(counts, [f"{k:g}" for k in counts])
         ax.xaxis.set_minor_locator(NullLocator())
-    ax.grid(True, which="major", alpha=0.3)
+    style.grid(ax)
     style.legend(ax, "line: median, band: all seeds")
     return ax
 
@@ -208,7 +208,7 @@ def _draw_epochs(ax: Axes, index: int, x: style.Array, y: style.Array, label: st
     ax.plot(x, y, **style.line_style(index, colour), marker="o" if x.size < 50 else None, markersize=4, label=label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.grid(True, which="major", alpha=0.3)
+    style.grid(ax)
 
 
 def _entries(matrix: Any, what: str, like: Any = None) -> style.Array:

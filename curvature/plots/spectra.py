@@ -58,7 +58,7 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
         ax.plot(np.arange(1, shown.size + 1), shown, **options, marker=marker, label=label)
     style.log_scale(ax, "x", "y")
     ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {style.CURVATURE_UNIT}")
-    ax.grid(True, which="major", alpha=0.3)
+    style.grid(ax)
     style.legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
     return ax
 
@@ -97,7 +97,7 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
         limits += [_lowest_peak(y) / 10, 3 * y.max()]
     ax.set_ylim(min(limits), max(limits))
     ax.set(xlabel=f"eigenvalue {style.CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
-    ax.grid(True, which="major", alpha=0.3)
+    style.grid(ax)
     if by_name:
         style.legend(ax)
     return ax

@@ -42,13 +42,13 @@ def axes_or_new(ax: Axes | None) -> Axes:
 
 
 def axes_grid(
-    ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5)
+    ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5), sharex: bool = False
 ) -> NDArray[Any]:
     """The given axes as an array (rows, columns), or those of a new figure, `size` inches each."""
     shape = len(rows), len(columns)
     if ax is None:
         figsize = size[0] * shape[1], size[1] * shape[0]
-        return plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")[1]
+        return plt.subplots(*shape, figsize=figsize, sharex=sharex, squeeze=False, layout="constrained")[1]
     axes = np.asarray(ax, dtype=object)
     if wrong := [type(item).__name__ for item in axes.flat if not isinstance(item, Axes)]:
         raise TypeError(f"ax: expected matplotlib Axes, found {', '.join(dict.fromkeys(wrong))}")
@@ -106,6 +106,11 @@ def ordered_line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
         return [line_style(index, colour) for index, colour in enumerate(colours(names).values())]
     shades = np.linspace(0, 0.92, len(names))  # the last colours are too pale
     return [{"color": colormaps["viridis"](shade), "lw": 1.2} for shade in shades]
+
+
+def grid(ax: Axes) -> None:
+    """Faint lines at the labelled ticks."""
+    ax.grid(True, which="major", alpha=0.3)
 
 
 def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
@@ -112,18 +111,15 @@ def _run(entries: Any, name: str) -> Run:
 
 
 def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
-    if ax is not None:
-        return style.axes_grid(ax, panels, ["a panel"])[:, 0]
-    size = PANEL_WIDTH, PANEL_HEIGHT * len(panels) + 0.6  # room for the legend
-    return plt.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
+    size = PANEL_WIDTH, PANEL_HEIGHT + 0.6 / len(panels)  # room for the legend
+    return style.axes_grid(ax, panels, ["a panel"], size, sharex=True)[:, 0]
 
 
 def _curves(
     ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None, key: str, label: str, log: bool = True
 ) -> None:
     """A line for each run, empty if its values are unknown, so that the legend has all of `names`."""
-    for index, (name, run, colour) in enumerate(_with_colours(runs)):
-        x, y = run.get(key, NO_POINTS)
+    for index, (name, x, y, colour) in enumerate(_points(runs, key)):
         seen = np.isfinite(y) & ((y > 0) | (not log))
         note = style.describe_hidden(y[~seen])
         _draw(ax, index, colour, x, np.where(seen, y, np.nan), _label(name, names, len(runs), note))
@@ -139,8 +135,7 @@ def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
 
 
 def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    for index, (name, run, colour) in enumerate(_with_colours(runs)):
-        x, y = run.get("ratio", NO_POINTS)
+    for index, (name, x, y, colour) in enumerate(_points(runs, "ratio")):
         shown = np.clip(y, MIN_RATIO, MAX_RATIO)
         _draw(ax, index, colour, x, shown, _label(name, names, len(runs), style.describe_hidden(y[np.isnan(y)])))
         for beyond, arrow in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
@@ -158,31 +153,21 @@ def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> No
 
 def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
     marked: set[str] = set()
-    for index, (name, run, colour) in enumerate(_with_colours(runs)):
-        x, seconds = run.get("seconds", NO_POINTS)
+    for index, (name, x, seconds, colour) in enumerate(_points(runs, "seconds")):
         y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
         label = _label(name, names, len(runs), style.describe_hidden(seconds[np.isnan(y)]))
         ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
         for key, (marker, size, text) in EVENT_MARKS.items():
-            steps, happened = run.get(key, NO_POINTS)
+            steps, happened = runs[name].get(key, NO_POINTS)
             there = np.isin(x, steps[happened > 0])
             if there.any():
-                options: dict[str, Any] = {
-                    "color": colour,
-                    "mfc": "none",
-                    "markersize": size * _size_factor(x),
-                    "alpha": 0.8,
-                }
+                options: dict[str, Any] = {"color": colour, "mfc": "none", "alpha": 0.8, "ms": size * _size_factor(x)}
                 ax.plot(x[there], y[there], marker, **options, label=None if key in marked else text)
                 marked.add(key)
         if np.isfinite(y).any():
             middle = float(np.nanmedian(y))
             text = f"median {middle:.3g} ms" if len(runs) == 1 else f"{name}: median {middle:.3g} ms"
-            options = style.line_style(index) | {
-                "lw": 1.0,
-                "zorder": 3,
-                "color": "black",
-            }  # on top of points of the run's colour
+            options = style.line_style(index) | {"lw": 1.0, "zorder": 3, "color": "black"}  # on top of the run's points
             ax.plot([x.min(), x.max()], [middle, middle], **options, label=text)
     _readable_log_scale(ax)
     ax.set_ylabel("time per step\n[ms]")
@@ -204,8 +189,10 @@ def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str
     return style.label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
 
 
-def _with_colours(runs: Mapping[str, Run]) -> list[tuple[str, Run, str]]:
-    return [(name, run, colour) for (name, run), colour in zip(runs.items(), style.colours(runs).values(), strict=True)]
+def _points(runs: Mapping[str, Run], key: str) -> Iterator[tuple[str, style.Array, style.Array, str]]:
+    """Name, steps, values and colour of each run."""
+    for name, colour in style.colours(runs).items():
+        yield name, *runs[name].get(key, NO_POINTS), colour
 
 
 def _draw(ax: Axes, index: int, colour: str, x: style.Array, y: style.Array, label: str | None) -> None:
@@ -228,8 +215,7 @@ def _readable_log_scale(ax: Axes) -> None:
 
 
 def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bool) -> None:
-    for name, run, colour in _with_colours(runs):
-        steps, accepted = run.get("accepted", NO_POINTS)
+    for name, steps, accepted, colour in _points(runs, "accepted"):
         rejected = steps[accepted == 0]
         if not rejected.size:
             continue
@@ -251,7 +237,7 @@ def _finish(ax: Axes, steps: style.Array) -> None:
     ax.set_xlim(steps.min() - margin, steps.max() + margin)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.set_xlabel("step")
-    ax.grid(True, which="major", alpha=0.3)
+    style.grid(ax)
     drawn, texts = ax.get_legend_handles_labels()
     if texts:  # above the panel, much of which it would cover
         letters = ax.get_window_extent().width / ax.figure.dpi / LETTER_WIDTH

@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
     "forgetting": ("tests/benchmarks/forgetting.py --seeds 5", 0.2),
     "poisson": ("tests/benchmarks/poisson.py --seconds 40 --seeds 1", 7),
+    "launches": ("tests/benchmarks/step_overhead.py", 1),
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
     "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
     "processes": ("tests/benchmarks/processes.py --steps 200 --rounds 3", 12),

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--json gpu.json] [--out gpu.md]
     python tests/benchmarks/gpu.py curvature [--device cuda] [--small] [--only nanogpt resnet18] [--json FILE]
+    python tests/benchmarks/gpu.py gpt2 [--batch 8] [--length 1024] [--rounds 3] [--threads 1 --cpu-time]
 
 "steps", which is also what runs when nothing is named: KFAC and EKFAC beside SGD, AdamW, Muon and SOAP, in single
 precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
@@ -12,6 +13,9 @@ curvlinops' own benchmark. The last column has its figures, taken on an RTX A600
 GPU, so a first orientation and no comparison. Networks are in evaluation mode, in single precision without TF32;
 factors come from one sampled label. "Cholesky" damps the factors, "eigenvalues" the matrix. Ratios are medians over
 rounds.
+
+"gpt2": ordinary steps of KFAC on GPT-2 small, and steps that renew all factors and invert all blocks, beside AdamW's.
+If each happens once in n steps, the mean step is ``ordinary + (whole - ordinary) / n``.
 
 Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it costs on a GPU.
 """
@@ -32,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_networks import FULL, SMALL, Network
+from _gpu_networks import FULL, SMALL, Network, gpt
 from _race_rivals import adamw, muon, sgd, soap
 from _report import machine, markdown
 from _rows import Clock, clock_of, in_turns, peak_bytes, timed
@@ -299,6 +303,40 @@ def table_of_quantities(title: str, results: Sequence[Quantity], with_published:
     return f"**{title}**\n\n{markdown(head, 'lr', rows)}\n"
 
 
+INTERVALS = 10, 32, 100  # steps
+
+
+def mean_step(ordinary: float, whole: float, interval: int) -> float:
+    return ordinary + (whole - ordinary) / interval
+
+
+def gpt2(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
+    """One optimizer after the other, since both networks take much memory."""
+    size = {"d": 32, "layers": 2, "heads": 2} if options.small else {"d": 768, "layers": 12, "heads": 12}
+    network = gpt("GPT-2", 50 if options.small else 50257, options.length, options.batch, **size)
+    clock = clock_of(options)
+    median = lambda run: statistics.median(run.timed(clock)[0] for _ in range(options.rounds))
+    run = Run("AdamW", network, options.device)
+    for _ in range(2):
+        run.step()
+    usual = median(run)
+    del run
+    gc.collect()
+    run = Run("KFAC", network, options.device)
+    for _ in range(2):
+        run.step()
+    schedule = run.opt.preconditioner.schedule
+    schedule.factor_every = schedule.decompose_every = 1
+    whole = median(run)
+    run.rest()
+    ordinary = median(run)
+    run.check()
+    times = f"AdamW {usual:.3g} s, KFAC: ordinary {ordinary:.3g} s, renewing and inverting {whole:.3g} s"
+    yield f"{network.title}: {times}", []
+    for interval in INTERVALS:
+        yield f"every {interval} steps: {mean_step(ordinary, whole, interval) / usual:.3f} times AdamW's step", []
+
+
 def steps(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
     for name in options.only:
         for precision in options.precisions:
@@ -312,7 +350,7 @@ def matrices(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
         yield table_of_quantities(options.networks[name].title, results, not options.small), results
 
 
-WHAT = {"steps": (steps, 20), "curvature": (matrices, 10)}  # and how often everything is timed
+WHAT = {"steps": (steps, 20), "curvature": (matrices, 10), "gpt2": (gpt2, 3)}  # and how often everything is timed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -323,6 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
     parser.add_argument("--only", nargs="+", help="these networks")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
+    parser.add_argument("--batch", type=int, default=8, help="of gpt2")
+    parser.add_argument("--length", type=int, default=1024, help="of gpt2")
     parser.add_argument("--rounds", type=int, help="how often everything is timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
@@ -334,10 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
     is_cuda, (run, rounds) = options.device.startswith("cuda"), WHAT[options.what]
-    options.small = options.small or not is_cuda
+    options.small = options.small or not is_cuda and options.what != "gpt2"
     options.rounds = options.rounds or rounds
     options.precisions = options.precisions or list(PRECISIONS)[: 2 if is_cuda else 1]
-    options.networks = (SMALL if options.small else FULL)[options.what]
+    options.networks = (SMALL if options.small else FULL).get(options.what, {})
     options.only = options.only or list(options.networks)
     clock = "processor" if options.cpu_time else "wall"
     lines, found = [f"{machine(options.device)}{', small networks' if options.small else ''}, {clock} time\n"], []

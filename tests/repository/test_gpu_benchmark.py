@@ -97,6 +97,13 @@ def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
     ours.check()
 
 
+def test_mean_steps_of_gpt2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.mean_step(ordinary=2.0, whole=12.0, interval=10) == 3.0
+    sizes = ["--batch", "2", "--length", "8", "--rounds", "1", "--threads", "1"]
+    gpu.main(["gpt2", "--small", "--device", "cpu", *sizes])
+    assert "every 32 steps: " in capsys.readouterr().out
+
+
 def test_curvature(gpu: ModuleType, tmp_path: Path, device: str) -> None:
     file = tmp_path / "curvature.json"
     gpu.main(["curvature", "--small", "--device", device, "--threads", "1", "--rounds", "2", "--json", str(file)])

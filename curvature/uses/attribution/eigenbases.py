@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from curvature.kronecker import Basis, Scheme
-from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, two_sided
+from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, blocks_of, two_sided
 from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, gradients
 
 Terms = Mapping[str, Sequence[Term]]
@@ -29,8 +29,7 @@ class Eigenbases:
 
     def __init__(self, K: Operator, terms: Terms) -> None:
         self.bases: dict[str, tuple[Basis, EigenKronecker]] = {}
-        blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) else [K]
-        turned = [self._turned(block, terms.get(block.space.names[0], ())) for block in blocks]
+        turned = [self._turned(block, terms.get(block.space.names[0], ())) for block in blocks_of(K)]
         names = tuple(name for block in turned for name in block.space.names)
         shapes = tuple(shape for block in turned for shape in block.space.shapes)
         places = tuple(K.space.devices[name] for name in names)

@@ -14,7 +14,7 @@ from curvature.gradients import Batch, number_of_batches, pairs, require_order, 
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
-from curvature.operators import BlockDiagonal, Operator
+from curvature.operators import Operator, blocks_of
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
 from curvature.uses.attribution.eigenbases import Eigenbases, Terms
@@ -189,9 +189,8 @@ def _solved_queries(
 
 def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
     """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
-    blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) and damping is None else [K]
     solved: dict[str, Tensor] = {}
-    for block in blocks:
+    for block in blocks_of(K) if damping is None else [K]:
         space = block.space
         flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
         block_damping = _usual_damping(block) if damping is None else float(damping)

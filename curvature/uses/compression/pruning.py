@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvature.operators import Operator, Parameters, Space, flat_parameters
-from curvature.uses.compression.quadratic_blocks import blocks_of, curvature_alone, quadratic_block, usual_damping
+from curvature.operators import Operator, Parameters, Space, blocks_of, flat_parameters
+from curvature.uses.compression.quadratic_blocks import curvature_alone, quadratic_block, usual_damping
 
 ROUGHLY = 1e-2  # tolerance of systems that a later round solves again
 Sparsity = float | Mapping[str, float]

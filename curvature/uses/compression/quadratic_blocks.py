@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import cholesky, full_precision
-from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Operator, conjugate_gradient
+from curvature.operators import Dense, Diagonal, MatrixFree, Operator, blocks_of, conjugate_gradient
 
 DAMPING = 0.01  # of the mean eigenvalue, as Frantar et al. 2022, arXiv:2210.17323, section 3.3
-
-
-def blocks_of(K: Operator) -> list[Operator]:
-    return list(K.blocks.values()) if isinstance(K, BlockDiagonal) else [K]
 
 
 def usual_damping(K: Operator) -> float:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import cholesky, full_precision
-from curvature.operators import Diagonal, Kronecker, Operator, Parameters, RowBlocks, flat_parameters
-from curvature.uses.compression.quadratic_blocks import blocks_of, usual_damping
+from curvature.operators import Diagonal, Kronecker, Operator, Parameters, RowBlocks, blocks_of, flat_parameters
+from curvature.uses.compression.quadratic_blocks import usual_damping
 
 
 @dataclass(frozen=True)

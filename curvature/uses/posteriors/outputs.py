@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import full_precision, matmul
-from curvature.matrices import RecordedBatch
+from curvature.matrices import RecordedBatch, rows_of
 from curvature.operators import BlockDiagonal, EigenKronecker, Operator
-from curvature.terms import OuterProduct, TermsByVector, gradients
+from curvature.terms import OuterProduct, TermsByVector
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
 
@@ -65,24 +65,10 @@ def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -
     step = max(1, ROWS_ELEMENTS // max(1, outputs * block.space.size))
     covariances = []
     for start in range(0, count, step):
-        rows = _rows(block, terms, outputs, slice(start, min(start + step, count)))
+        part = slice(start, min(start + step, count))
+        own = {name: terms[name] for name in block.space.names if name in terms}
+        some = ({name: [t.samples(part) for t in of[k]] for name, of in own.items()} for k in range(outputs))
+        rows = torch.stack([rows_of(block.space, row, part.stop - part.start) for row in some], 1)  # (n, c, p)
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
         covariances.append(matmul(rows, spread.mT))
     return torch.cat(covariances)
-
-
-def _rows(block: Operator, terms: TermsOfOutputs, outputs: int, part: slice) -> Tensor:
-    """(n, c, p)."""
-
-    def row(output: int) -> Tensor:
-        pieces = []
-        for name, size in zip(block.space.names, block.space.sizes, strict=True):
-            read = [term.samples(part) for term in terms[name][output]] if name in terms else []
-            if read:
-                pieces.append(gradients(read).flatten(1).to(block.space.device, block.space.dtype))
-            else:
-                shape = part.stop - part.start, size
-                pieces.append(torch.zeros(shape, dtype=block.space.dtype, device=block.space.device))
-        return torch.cat(pieces, 1)
-
-    return torch.stack([row(output) for output in range(outputs)], 1)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from curvature.gradients import Batch, digests, either_form, number_of_batches, pairs, require_order, require_pairs
+from curvature import gradients
+from curvature.gradients import Batch, either_form, pairs
 from curvature.losses import Loss
 from curvature.recording import trained_parameters
 from curvature.uses.projections.projection import Projection, per_sample_projections, require_projection
@@ -61,16 +62,16 @@ def store_projections(
         TypeError: an argument of the wrong kind.
     """
     require_projection(projection)
-    require_pairs(data)
-    require_order(data)
+    gradients.require_pairs(data)
+    gradients.require_order(data)
     names = list(trained_parameters(model, parameters))
     about: dict[str, Any] = {
         "rows": 0,
         "samples": _number_of_samples(data, model, loss, sample_dim),
-        "batches": number_of_batches(data),
+        "batches": gradients.number_of_batches(data),
         "projection": repr(projection),
+        "model": gradients.digests(model),
         "parameters": names,
-        "model": digests(model),
     }
     file, start = _File(Path(path), about), 0
     try:
@@ -96,7 +97,7 @@ class _File:
         self.noted = time.monotonic()
         if self.note.exists():
             found = json.loads(self.note.read_text("utf-8"))
-            _require_same(path, found, about)
+            gradients.require_same(path, found, about, "rows")
             about["rows"] = found["rows"]
             self.array = open_memmap(path, mode="r+")
         elif path.exists():
@@ -138,21 +139,6 @@ class _File:
             other.write_text(json.dumps(self.about, indent=1), "utf-8")
             os.replace(other, self.note)
         self.noted = time.monotonic()
-
-
-def _require_same(path: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-    """Refuse to go on with a file that was begun with something else."""
-    for key in ("samples", "batches"):
-        if found[key] != about[key]:
-            raise ValueError(f"data: {about[key]} {key}, but {path} was begun with {found[key]}")
-    if found["projection"] != about["projection"]:
-        raise ValueError(f"projection: {about['projection']}, but {path} was begun with {found['projection']}")
-    before, now = found["model"], about["model"]
-    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
-    if changed:
-        raise ValueError(f"model: {', '.join(changed[:5])} changed since {path} was begun; take another file")
-    if found["parameters"] != about["parameters"]:
-        raise ValueError(f"parameters: {path} was begun with {', '.join(found['parameters'])}; take another file")
 
 
 def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.matrices import passes
-from curvature.matrices.forward_mode import ForwardMode
-from curvature.matrices.products import Repeated
+from curvature.matrices.linearised import ForwardMode, Linearised, Ways
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 
@@ -40,43 +39,20 @@ class WrongJvp(WithoutJvp):
         return WithoutJvp.forward(ctx, x)
 
 
-class PastItsModule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.reads = [self.layer.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) @ self.reads[0]
-
-
 def squared(square: type[WithoutJvp]) -> nn.Module:
     return Raw(lambda m, x: m.b(square.apply(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "right": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), True),
-    "no forward derivative": (lambda: squared(WithoutJvp), False),
-    "a wrong one": (lambda: squared(WrongJvp), False),
-    "read past the module": (PastItsModule, False),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_one_column_is_right_whatever_forward_mode_gives(name: str, caplog: Any) -> None:
-    make, is_right = MODELS[name]
+@pytest.mark.parametrize("square", [WithoutJvp, WrongJvp])
+def test_one_column_needs_no_forward_derivative(square: type[WithoutJvp]) -> None:
     with seeded(0):
-        model, x = make().double(), torch.randn(5, 3, dtype=torch.float64)
+        model, x = squared(square).double(), torch.randn(5, 3, dtype=torch.float64)
     y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss()
-    caplog.set_level(logging.INFO, logger="curvature")
     operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
     v = operator.space.normal(1)[:, 0]
     expected = oracle.Matrices(model, loss, (x, y)).gauss_newton @ v
-    for _ in range(2):  # the first is where forward mode is tried
+    for _ in range(2):
         torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
-    assert ("J v takes two backward passes" in caplog.text) != is_right
-    found = forward_mode(operator)
-    assert bool(found.proved) == is_right and bool(found.refuted) != is_right
 
 
 def convolution() -> nn.Module:
@@ -109,52 +85,65 @@ CONVOLVED: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("columns", [1, 4])
 @pytest.mark.parametrize("name", CONVOLVED)
-def test_columns_through_norms(name: str, at_once: int, caplog: Any, monkeypatch: Any) -> None:
-    """Several columns are right whatever forward mode gives, one by one and together, in batches of unlike sizes."""
-    monkeypatch.setattr("curvature.matrices.forward_mode.CACHED_ENTRIES", at_once)
+def test_columns_through_norms(name: str, columns: int, at_once: int, caplog: Any, monkeypatch: Any) -> None:
+    """Columns are right whatever forward mode gives, one by one and together, in batches of unlike sizes."""
+    monkeypatch.setattr("curvature.matrices.linearised.CACHED_ENTRIES", at_once)
     make, is_right = CONVOLVED[name]
     with seeded(0):
         model, x = make().double(), torch.randn(5, 1, 3, 3, dtype=torch.float64)
     y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]).double())
     caplog.set_level(logging.INFO, logger="curvature")
+    kinds = ways_taken(monkeypatch)
     operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
-    V = operator.space.normal(4)
+    V = operator.space.normal(columns)
     expected = oracle.Matrices(model, loss, (x, y)).gauss_newton @ V
     for _ in range(2):
         torch.testing.assert_close(operator @ V, expected, rtol=1e-10, atol=1e-12)
     assert ("J v takes two backward passes" in caplog.text) != is_right
-    found = forward_mode(operator)
-    assert bool(found.proved) == is_right and bool(found.refuted) != is_right
+    assert kinds == [ForwardMode if is_right else Linearised] * 4
 
 
-def test_columns_elsewhere_take_two_backward_passes() -> None:
+def test_columns_elsewhere_take_two_backward_passes(monkeypatch: Any) -> None:
     """One of them, through the layers, is as fast there."""
+    kinds = ways_taken(monkeypatch)
     model, x = nn.Linear(3, 3).double(), torch.randn(4, 3).double()
     operator = curvature.gauss_newton(model, nn.MSELoss(), (x, x))
     expected = oracle.Matrices(model, nn.MSELoss(), (x, x)).gauss_newton
     torch.testing.assert_close(operator @ torch.eye(12).double(), expected)
-    assert not forward_mode(operator).proved and not forward_mode(operator).refuted
+    assert kinds == [Linearised]
 
 
-def test_other_functions_at_a_known_shape_are_compared_anew() -> None:
+def test_other_functions_at_a_known_shape_are_compared_anew(monkeypatch: Any) -> None:
     """A branch that the first batch does not take has a wrong forward derivative."""
     with seeded(0):
         a, x = nn.Linear(3, 3).double(), torch.randn(6, 3, dtype=torch.float64).abs()
-    model = Raw(lambda m, x: WrongJvp.apply(m.a(x)) if x[0, 0] < 0 else m.a(x), a=a)
+    norm = nn.GroupNorm(1, 3).double()
+    model = Raw(lambda m, x: m.norm(WrongJvp.apply(m.a(x)) if x[0, 0] < 0 else m.a(x)), a=a, norm=norm)
     x[3:] *= -1
     y, loss = torch.tensor([0, 1, 2] * 2), nn.CrossEntropyLoss()
     data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    kinds = ways_taken(monkeypatch)
     operator = curvature.gauss_newton(model, loss, data)
     v = operator.space.normal(1)[:, 0]
     expected = sum(oracle.Matrices(model, loss, batch).gauss_newton @ v for batch in data) / 2
     torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
+    assert kinds == [ForwardMode, Linearised]
 
 
-def forward_mode(operator: Any) -> ForwardMode:
-    passes = operator._product.__self__.passes
-    assert isinstance(passes, Repeated)
-    return passes.forward
+def ways_taken(monkeypatch: Any) -> list[type]:
+    """The kinds of ways that are found from here on."""
+    kinds: list[type] = []
+    find = Ways.find
+
+    def noted(self: Ways, *arguments: Any) -> Any:
+        way = find(self, *arguments)
+        kinds.append(type(way))
+        return way
+
+    monkeypatch.setattr(Ways, "find", noted)
+    return kinds
 
 
 @pytest.mark.parametrize("build", [curvature.fisher_blocks, curvature.kfac, curvature.ekfac])

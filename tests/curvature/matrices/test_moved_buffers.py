@@ -69,7 +69,7 @@ def jacobians(model: nn.Module, x: Tensor) -> Tensor:
 def test_every_product_is_of_the_same_matrix(
     name: str, cached_entries: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("curvature.matrices.forward_mode.CACHED_ENTRIES", cached_entries)
+    monkeypatch.setattr("curvature.matrices.linearised.CACHED_ENTRIES", cached_entries)
     model, x, y = problem(name)
     J = jacobians(model, x).flatten(0, 1)
     matrix, before = 2 * J.T @ J / len(J), copy.deepcopy(model.state_dict())

@@ -136,15 +136,17 @@ def test_other_data_do_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ValueError, match=r"projection: SignProjection\(k=7, seed=1\), but .* SignProjection\(k=7, seed=0\)"
     ):
         call(loader(x, y), curvature.SignProjection(7, seed=1))
-    with pytest.raises(ValueError, match=r"data: 20 samples, but .*rows\.npy was begun with 23"):
+    with pytest.raises(ValueError, match=r"samples: 20, but .*rows\.npy was begun with 23"):
         call(loader(x[:20], y[:20]))
-    with pytest.raises(ValueError, match="data: 4 batches, but .* was begun with 5"):
+    with pytest.raises(ValueError, match="batches: 4, but .* was begun with 5"):
         call(loader(x, y, batch_size=6))
     with pytest.raises(ValueError, match="sample 1 is not the one stored, .*the data, their order"):
         call(loader(x[[0, *range(2, 23), 1]], y[[0, *range(2, 23), 1]]))
     with pytest.raises(ValueError, match="sample 0 is not the one stored, .*the loss"):
         call(loader(x, y), loss=nn.CrossEntropyLoss(label_smoothing=0.3))
-    with pytest.raises(ValueError, match=r"parameters: .* was begun with 0\.weight, 0\.bias, .*; take another file"):
+    with pytest.raises(
+        ValueError, match=r"parameters: .* was begun with \['0\.weight', '0\.bias', .*; take another file"
+    ):
         call(loader(x, y), parameters=["0"])
     call(loader(x, y))
 
