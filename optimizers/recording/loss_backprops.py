@@ -23,7 +23,7 @@ from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import Division, SampleFactors
-from optimizers.recording.model_outputs import as_real, samples_first
+from optimizers.recording.model_outputs import regular, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
 
 SEVERAL = (
@@ -154,7 +154,7 @@ class LayerBackprops(LossBackprops):
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
         self._share(arrival, factor)
-        found = squares_along(as_real(output), as_real(gradient))
+        found = squares_along(regular(output), regular(gradient))
         arrival.squares = arrival.squares + found.to(arrival.squares.device)
 
     def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
@@ -187,7 +187,7 @@ class LayerBackprops(LossBackprops):
             self.is_measuring = False
             for use, edge in zip(tape.uses, before, strict=True):
                 use.edge = edge
-        both = (samples_first(as_real(x), found.count) for x in (output, vectors))
+        both = (samples_first(regular(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
         arrival.measured = self.since
 
@@ -329,8 +329,8 @@ class LossRows(LossBackprops):
         self.unit = unit if self.unit is None else self.unit
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
-            output = samples_first(as_real(found.outputs[index]), found.count)
-        rows, each = samples_first(as_real(gradient), found.count), factor / self.unit
+            output = samples_first(regular(found.outputs[index]), found.count)
+        rows, each = samples_first(regular(gradient), found.count), factor / self.unit
         if isinstance(each, Tensor):
             each = each.to(rows.device, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
         vectors = (rows * each).detach()[None]
