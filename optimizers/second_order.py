@@ -69,7 +69,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.takes_loss = False  # whether a closure has returned a loss
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
         self.forms = self._forms()
-        passes = Passes()
+        passes = Passes(weakly(self._has_gradients))
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
         self.recorder = Recorder(
@@ -329,6 +329,11 @@ class SecondOrderOptimizer(ModelOptimizer):
         """`present`, for a forward pass that is recorded now."""
         self._follow_parameters()
         return self.present()
+
+    def _has_gradients(self) -> bool:
+        """Whether a parameter has a gradient now, or may have: some are accumulated elsewhere where they are sharded."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return any(p.grad is not None for p in every if p.requires_grad) or any_sharded(every)
 
     def _last_displacement(self) -> Mapping[str, Tensor]:
         """For the recorder, which is no place for processes to wait for each other."""

@@ -60,9 +60,10 @@ class LossBackprops:
         """Measure what has arrived; `scale` is what the loss was multiplied by, asked for only if something has."""
         raise NotImplementedError
 
-    def zero(self) -> None:
-        """Gradients are zeroed: what has arrived belongs to none, unless nothing follows before the step."""
-        self.is_old = True
+    @property
+    def is_old(self) -> bool:
+        """Whether gradients were zeroed since: what has arrived belongs to none, unless nothing follows."""
+        return self.zeroed != self.passes.zeroed
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
@@ -147,6 +148,7 @@ class LayerBackprops(LossBackprops):
         """At an output, the first of the places; those of all uses follow, if there is no other output."""
         if self.is_measuring or not _counts(gradient, arrival.found.tape):
             return
+        self.passes.note_backward(_parameters(arrival.found.tape))
         self._begin()
         factor = self.factors.of(places[0], output, gradient, arrival.found.count)
         self.division.note(arrival if len(places) > 1 else None, places[0], output, gradient)
@@ -255,7 +257,7 @@ class LayerBackprops(LossBackprops):
 
     def _forget(self) -> None:
         self.division.forget()
-        self.is_old, self.since = False, object()
+        self.zeroed, self.since = self.passes.zeroed, object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
 
@@ -270,7 +272,11 @@ class LayerBackprops(LossBackprops):
 
 def _counts(gradient: Tensor, tape: Tape) -> bool:
     """Whether a gradient is of the loss, and not of outputs by inputs."""
-    return not is_batched(gradient) and is_training(node.tensor for node in tape.parameters.values())
+    return not is_batched(gradient) and is_training(_parameters(tape))
+
+
+def _parameters(tape: Tape) -> list[Tensor]:
+    return [node.tensor for node in tape.parameters.values()]
 
 
 def _times(factor: float | Tensor, x: Tensor) -> Tensor:
@@ -299,7 +305,7 @@ class LossRows(LossBackprops):
 
     def _forget(self) -> None:
         self.division.forget()
-        self.is_old = False
+        self.zeroed = self.passes.zeroed
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
@@ -321,9 +327,10 @@ class LossRows(LossBackprops):
             return
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
-        self.passes.begin(self.teams.discard)
+        self.passes.note_backward(_parameters(found.tape))
         if self.is_old:
             self._forget()
+        self.passes.begin(self.teams.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         self.unit = unit if self.unit is None else self.unit

@@ -232,7 +232,6 @@ class Recorder:
         """Note that gradients were zeroed: new gradients make the old passes void."""
         self.reset()
         self.passes.zero()
-        self.loss_backprops.zero()
 
     def discard(self) -> None:
         """Forget the forward passes since the last step."""
