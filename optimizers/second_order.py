@@ -328,16 +328,20 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _recorded_parameters(self) -> dict[str, nn.Parameter]:
         """`present`, for a forward pass that is recorded now."""
         self._follow_parameters()
-        return self.present()
+        found = self.present()
+        self.store.drop_replaced(found)
+        return found
 
     def _has_gradients(self) -> bool:
-        """Whether a parameter has a gradient now, or may have: some are accumulated elsewhere where they are sharded."""
+        """Whether a parameter has a gradient now, or may have: those of sharded ones may be elsewhere."""
         every = [p for group in self.param_groups for p in group["params"]]
         return any(p.grad is not None for p in every if p.requires_grad) or any_sharded(every)
 
     def _last_displacement(self) -> Mapping[str, Tensor]:
         """For the recorder, which is no place for processes to wait for each other."""
-        return {name: d for name, d in self._displacement().items() if not is_sharded(d)} | self.gathered
+        shapes = {name: p.shape for name, p in self.trained().items()}  # one that has grown has none
+        found = {name: d for name, d in self._displacement().items() if d.shape == shapes[name]}
+        return {name: d for name, d in found.items() if not is_sharded(d)} | self.gathered
 
     def _displacement(self) -> dict[str, Tensor]:
         states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}

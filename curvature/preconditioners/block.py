@@ -127,6 +127,11 @@ class Block:
         raise NotImplementedError
 
     @property
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        raise NotImplementedError
+
+    @property
     def dimension(self) -> int:
         raise NotImplementedError
 

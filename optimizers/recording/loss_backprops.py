@@ -50,6 +50,7 @@ class LossBackprops:
     def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.division = Division()
+        self.zeroed = passes.zeroed  # as `passes` had it when the first of what has arrived came
         self.discard()
 
     def listen(self, found: RecordedPass) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that the model, or the loop itself, sets to None: passes before belong to no gradient, as after zero_grad."""
+"""Gradients that the model, or the loop itself, sets to None: passes before count no more, as after zero_grad."""
 
 from __future__ import annotations
 
