@@ -95,6 +95,7 @@ class Preconditioner:
             self.store.update_average(found.curvature, self.decay)
             is_renewal = self.schedule.renews(self.monitor.steps)
             self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
+            self._note_seen(found, trained)
         with self.monitor.timed("inverses"):
             inverted = self.invert_due(options)
         self.recorder.outputs.update(found.outputs, found.curvature.along)
@@ -110,6 +111,16 @@ class Preconditioner:
             return {}
         agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist())
         return {name: [next(agreed) for _ in range(own.numel())] for name, own in drifts.items()}
+
+    def _note_seen(self, found: Measured, trained: Named) -> None:
+        """Tell the schedule which blocks there are, and whether some that are trained were not measured."""
+        seen = found.curvature.blocks
+        left = [b for b in self.blocks if not any(leaf.names[0] in seen for leaf in b.leaves)] if seen else []
+        self.schedule.note_seen(
+            self.monitor.steps,
+            {name for block in self.blocks for name in block.names},
+            not any(trained.keys() >= set(block.names) for block in left),
+        )
 
     def invert_due(self, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
@@ -169,7 +180,9 @@ class Preconditioner:
         if not self.is_plain or workers.width < workers.processes.size or any_sharded(trained.values()):
             return LayerVector.of(vector.layout, self.solve(vector, trained))
         if self.solver is None or self.solver.layout is not vector.layout:
+            self.store.drop_replaced(vector)
             self.solver = VectorSolver(vector.layout, self.blocks)
+            self.schedule.note_unknown(self.monitor.steps, [name for layer in self.solver.left for name in layer])
         with full_precision(PRODUCTS):
             return self.solver(vector)
 

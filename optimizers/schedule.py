@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by on
 USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature changes little
 LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
+IRREGULAR = 40503  # a step times this, modulo 2^16, looks random
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
+MOST_AWAITED = 300  # steps
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
 LARGE_COST = 2e7  # operations, above which inverting costs as much as a step of a small model: a block may wait ...
 MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a deep autoencoder takes twice the steps
@@ -33,9 +35,15 @@ class Schedule:
     inverted: dict[str, int] = field(default_factory=dict)  # that of the last inversion, by a block's first parameter
     # how far each side has moved since its own, as a sum of relative changes; one number: so far all have
     drifts: dict[str, list[float]] = field(default_factory=dict)
+    shift: int = 0  # of the next renewal, in steps
+    # parameters that have moved without curvature, as of a head that is seldom used, and until when each step renews
+    awaited: dict[str, int] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)  # those of which a renewal has shown none
 
     def renews(self, step: int) -> bool:
-        return self.renewed is None or step >= self.renewed + self._every(step, self.factor_every)
+        if self.renewed is None or self.awaited:
+            return True
+        return step >= self.renewed + max(self._every(step, self.factor_every) + self.shift, 1)
 
     def _every(self, step: int, given: int | None) -> int:
         usual = 1 + step // STEPS_PER_INTERVAL
@@ -53,6 +61,24 @@ class Schedule:
         if drifts:
             drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
+
+    def note_seen(self, step: int, known: Collection[str], is_whole: bool) -> None:
+        """Note after a renewal which parameters have curvature, and whether it has measured all that are trained.
+
+        If not, the loop may have a period, and renewals at a multiple of it would see the same part of the model for
+        ever: the next comes at an irregular distance.
+        """
+        self.awaited = {name: end for name, end in self.awaited.items() if name not in known and step < end}
+        every = self._every(step, self.factor_every)
+        is_free = self.factor_every is None and not is_whole
+        self.shift = (step * IRREGULAR >> 16) % every - every // 2 if is_free else 0
+
+    def note_unknown(self, step: int, names: Iterable[str]) -> None:
+        """Note parameters that move at a step without curvature."""
+        if self.renewed == step:
+            self.unknown = sorted({*self.unknown, *names})
+        new = [name for name in names if name not in self.unknown]
+        self.awaited = dict.fromkeys(new, step + MOST_AWAITED) | self.awaited
 
     def note_energies(self, measured: float, predicted: float) -> None:
         """Note what the last step did beside what the curvature said: where they differ, it is not to be relied on."""

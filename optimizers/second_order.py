@@ -45,6 +45,10 @@ EMPTY = (
     "%s.step: no parameter had a gradient at three steps in a row, and nothing moves; call loss.backward() before the "
     "step, and train the model that the optimizer was given, not a copy"
 )
+RATE = (
+    "%s: lr=%s multiplies the step that the optimizer finds itself, and 1 is the default; rates of SGD or Adam do not "
+    "carry over"
+)
 LEAST_USUAL_RATE = 0.05  # an lr below is one of another optimizer's
 MOST_EMPTY = 3  # steps in a row, before that is said
 
@@ -69,7 +73,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.takes_loss = False  # whether a closure has returned a loss
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
         self.forms = self._forms()
-        passes = Passes()
+        passes = Passes(weakly(self._has_gradients))
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
         self.recorder = Recorder(
@@ -82,11 +86,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         )
         self.recorder.expect()
         self.empty_steps = 0  # in a row
-        if arguments["step_rule"] is None and 0 < float(options["lr"]) < LEAST_USUAL_RATE:
-            warn_once(
-                "%s: lr=%s multiplies the step that the optimizer finds itself, and 1 is the default; rates of SGD or "
-                "Adam do not carry over", name, f"{float(options['lr']):.3g}", logger="optimizers",
-            )  # fmt: skip
+        self._warn_of_rates("lr")
 
     # -- a step
 
@@ -169,6 +169,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.renewal.renewed:
             self.warn_of_unknown_parameters()
+            if not self.monitor.steps:
+                self._warn_of_rates("initial_lr", "max_lr")  # where schedulers of torch put theirs
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
@@ -227,6 +229,12 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.residual_rule = before
             self.recorder.discard()
             raise
+
+    def _warn_of_rates(self, *keys: str) -> None:
+        """Log that the largest of these rates is one of another optimizer's."""
+        largest = max((float(group[key]) for group in self.param_groups for key in keys if key in group), default=0.0)
+        if self.arguments["step_rule"] is None and 0 < largest < LEAST_USUAL_RATE:
+            warn_once(RATE, type(self).__name__, f"{largest:.3g}", logger="optimizers")
 
     def _note_emptiness(self, outcome: Outcome) -> None:
         """Say so where nothing moves; keep no empty state."""
@@ -328,11 +336,20 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _recorded_parameters(self) -> dict[str, nn.Parameter]:
         """`present`, for a forward pass that is recorded now."""
         self._follow_parameters()
-        return self.present()
+        found = self.present()
+        self.store.drop_replaced(found)
+        return found
+
+    def _has_gradients(self) -> bool:
+        """Whether a parameter has a gradient now, or may have: those of sharded ones may be elsewhere."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return any(p.grad is not None for p in every if p.requires_grad) or any_sharded(every)
 
     def _last_displacement(self) -> Mapping[str, Tensor]:
         """For the recorder, which is no place for processes to wait for each other."""
-        return {name: d for name, d in self._displacement().items() if not is_sharded(d)} | self.gathered
+        shapes = {name: p.shape for name, p in self.trained().items()}  # one that has grown has none
+        found = {name: d for name, d in self._displacement().items() if d.shape == shapes[name]}
+        return {name: d for name, d in found.items() if not is_sharded(d)} | self.gathered
 
     def _displacement(self) -> dict[str, Tensor]:
         states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}

@@ -28,8 +28,8 @@ class VectorSolver:
         whole = {b.names: b for b in ready if isinstance(b, KroneckerBlock) and b.names in layers}
         self.others = [b for b in ready if b.names not in whole]
         known = {name for b in self.others for name in b.names}
-        # whether a layer has no curvature; the mean eigenvalue that stands in changes with every renewal
-        self.left = any(layer not in whole and not known.issuperset(layer) for layer in layers)
+        # layers without curvature; the mean eigenvalue that stands in changes with every renewal
+        self.left = [layer for layer in layout.layers if layer not in whole and not known.issuperset(layer)]
         made = partial(_pieces, whole=whole, known=known, mean=mean_eigenvalue(ready if self.left else ()))
         families = enumerate(layout.families)
         self.pieces: list[list[Piece]] = [

@@ -143,6 +143,11 @@ class Block:
         raise NotImplementedError
 
     @property
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        raise NotImplementedError
+
+    @property
     def dimension(self) -> int:
         raise NotImplementedError
 

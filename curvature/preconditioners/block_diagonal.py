@@ -70,6 +70,12 @@ class CurvatureStore:
         """Update the running averages."""
         raise NotImplementedError
 
+    def drop_replaced(self, parameters: Mapping[str, Tensor]) -> None:
+        """Forget blocks of parameters that have other shapes now, as those of a head that was replaced."""
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        known = [(block, block.parameter_shapes.items()) for block in self.blocks]
+        self.blocks = [block for block, own in known if all(shapes.get(name, shape) == shape for name, shape in own)]
+
     def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What blocks solve for, given the gradients that there are."""
         return gradients

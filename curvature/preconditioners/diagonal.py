@@ -104,6 +104,10 @@ class DiagonalBlock(Block):
         return self.values.mean()
 
     @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.names[0]: tuple(self.shape)}
+
+    @property
     def dimension(self) -> int:
         return math.prod(self.shape)
 

@@ -111,6 +111,10 @@ class FullBlock(Block):
         return self.trace / self.dimension
 
     @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
+    @property
     def dimension(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 

@@ -204,6 +204,10 @@ class KroneckerBlock(Block):
         return (rows * columns).mean()
 
     @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
+
+    @property
     def dimension(self) -> int:
         return self.scheme.arrangement.dimension
 

@@ -72,6 +72,12 @@ class RowRangeBlock(Block):
     def mean_eigenvalue(self) -> Tensor:
         return torch.stack([part.mean_eigenvalue * part.dimension for part in self.leaves]).sum() / self.dimension
 
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        (_, rows), last = list(self.parts.items())[-1]
+        each = zip(self.names, last.parameter_shapes.values(), strict=True)
+        return {name: (rows, *shape[1:]) for name, shape in each}
+
     dimension, bytes, expected_bytes, outliers = map(_summed, ("dimension", "bytes", "expected_bytes", "outliers"))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +65,21 @@ class Passes:
     """Recorded passes until a step takes them. One counts once a gradient arrives at one of its outputs.
 
     If gradients never reach the outputs (a loss of hidden features), the last pass counts.
+
+    Args:
+        has_gradients: whether a parameter has a gradient now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_gradients: Callable[[], Any] = lambda: True) -> None:
+        self.has_gradients = has_gradients
         self.step = object()  # which one is to come
         self.total = Measured()  # of the passes that count
         self.last: Pass | None = None
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
+        self.zeroed = 0  # how often gradients were zeroed
+        self.backward = -1  # number of the last backward pass
+        self.adds = False  # whether it adds to the gradients of parameters
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(
@@ -86,6 +94,7 @@ class Passes:
             if passes is None or found.step is not passes.step or is_batched(gradient):
                 return
             if torch.is_grad_enabled() or is_training(parameters):
+                passes.note_backward(parameters)
                 passes.begin(discard)
                 passes.total.add_(found.measured)
                 found.step = None
@@ -94,6 +103,14 @@ class Passes:
             handle = x.register_hook(arrive)
             if x.is_leaf:  # a parameter that the model returns as it is
                 self.leaf_hooks.append(handle)
+
+    def note_backward(self, parameters: Sequence[Tensor]) -> None:
+        """A gradient of the loss arrives: where those of the pass before are gone, the model has zeroed them."""
+        number = torch._C._current_graph_task_id()
+        if number != self.backward:
+            if self.adds and not self.has_gradients():
+                self.zero()
+            self.backward, self.adds = number, adds_to_gradients(parameters)
 
     def begin(self, discard: Callable[[], None]) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed, and `discard` what was sent of it."""
@@ -105,6 +122,7 @@ class Passes:
     def zero(self) -> None:
         """Gradients are zeroed: what counted until now belongs to none, unless nothing follows before the step."""
         self.is_old = True
+        self.zeroed += 1
 
     def settle(self) -> None:
         """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
@@ -125,7 +143,7 @@ class Passes:
         for handle in self.leaf_hooks:
             handle.remove()
         self.leaf_hooks.clear()
-        self.step, self.last, self.arrived, self.is_old = object(), None, False, False
+        self.step, self.last, self.arrived, self.is_old, self.adds = object(), None, False, False, False
 
 
 def is_transformed(model: nn.Module) -> bool:
@@ -160,6 +178,17 @@ def is_training(parameters: Iterable[Tensor]) -> bool:
                 return True
         except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
             return True
+    return False
+
+
+def adds_to_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether the running backward pass goes on to the ``.grad`` of a parameter, not to ``torch.autograd.grad``."""
+    for p in parameters:
+        try:
+            if isinstance(p, nn.Parameter) and torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:
+            return False
     return False
 
 

@@ -23,7 +23,7 @@ from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import Division, SampleFactors
-from optimizers.recording.model_outputs import as_real, samples_first
+from optimizers.recording.model_outputs import regular, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
 
 SEVERAL = (
@@ -50,6 +50,7 @@ class LossBackprops:
     def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.division = Division()
+        self.zeroed = passes.zeroed  # as `passes` had it when the first of what has arrived came
         self.discard()
 
     def listen(self, found: RecordedPass) -> None:
@@ -60,9 +61,10 @@ class LossBackprops:
         """Measure what has arrived; `scale` is what the loss was multiplied by, asked for only if something has."""
         raise NotImplementedError
 
-    def zero(self) -> None:
-        """Gradients are zeroed: what has arrived belongs to none, unless nothing follows before the step."""
-        self.is_old = True
+    @property
+    def is_old(self) -> bool:
+        """Whether gradients were zeroed since: what has arrived belongs to none, unless nothing follows."""
+        return self.zeroed != self.passes.zeroed
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
@@ -147,6 +149,7 @@ class LayerBackprops(LossBackprops):
         """At an output, the first of the places; those of all uses follow, if there is no other output."""
         if self.is_measuring or not _counts(gradient, arrival.found.tape):
             return
+        self.passes.note_backward(_parameters(arrival.found.tape))
         self._begin()
         factor = self.factors.of(places[0], output, gradient, arrival.found.count)
         self.division.note(arrival if len(places) > 1 else None, places[0], output, gradient)
@@ -154,7 +157,7 @@ class LayerBackprops(LossBackprops):
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
         self._share(arrival, factor)
-        found = squares_along(as_real(output), as_real(gradient))
+        found = squares_along(regular(output), regular(gradient))
         arrival.squares = arrival.squares + found.to(arrival.squares.device)
 
     def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
@@ -187,7 +190,7 @@ class LayerBackprops(LossBackprops):
             self.is_measuring = False
             for use, edge in zip(tape.uses, before, strict=True):
                 use.edge = edge
-        both = (samples_first(as_real(x), found.count) for x in (output, vectors))
+        both = (samples_first(regular(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
         arrival.measured = self.since
 
@@ -255,7 +258,7 @@ class LayerBackprops(LossBackprops):
 
     def _forget(self) -> None:
         self.division.forget()
-        self.is_old, self.since = False, object()
+        self.zeroed, self.since = self.passes.zeroed, object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
 
@@ -270,7 +273,11 @@ class LayerBackprops(LossBackprops):
 
 def _counts(gradient: Tensor, tape: Tape) -> bool:
     """Whether a gradient is of the loss, and not of outputs by inputs."""
-    return not is_batched(gradient) and is_training(node.tensor for node in tape.parameters.values())
+    return not is_batched(gradient) and is_training(_parameters(tape))
+
+
+def _parameters(tape: Tape) -> list[Tensor]:
+    return [node.tensor for node in tape.parameters.values()]
 
 
 def _times(factor: float | Tensor, x: Tensor) -> Tensor:
@@ -299,7 +306,7 @@ class LossRows(LossBackprops):
 
     def _forget(self) -> None:
         self.division.forget()
-        self.is_old = False
+        self.zeroed = self.passes.zeroed
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
@@ -321,16 +328,17 @@ class LossRows(LossBackprops):
             return
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
-        self.passes.begin(self.teams.discard)
+        self.passes.note_backward(_parameters(found.tape))
         if self.is_old:
             self._forget()
+        self.passes.begin(self.teams.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         self.unit = unit if self.unit is None else self.unit
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
-            output = samples_first(as_real(found.outputs[index]), found.count)
-        rows, each = samples_first(as_real(gradient), found.count), factor / self.unit
+            output = samples_first(regular(found.outputs[index]), found.count)
+        rows, each = samples_first(regular(gradient), found.count), factor / self.unit
         if isinstance(each, Tensor):
             each = each.to(rows.device, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
         vectors = (rows * each).detach()[None]

@@ -101,6 +101,8 @@ def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
     """What a loss is, as a function of a tensor (N, ...), from its nodes; by default from the running backward pass."""
     if source is None:
         return Unknown("the model returned a parameter")
+    if not source.shape:
+        return Unknown("the output has no axis of samples")
     for roots in [losses] if losses else _running_backward_passes():
         found = [between for root in roots if (between := _between(root, source))]
         if len(found) == 1:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from curvature.recording import Tape
 from optimizers.recording.loss_graph import Reading, Source, Unknown, read_loss
@@ -40,13 +41,14 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     That is what loss functions of torch have received, or else what sums and means were taken of. A model that returned
     None and called no loss function has no tensors. A count of zero means that nothing goes back.
     """
-    returned = list(differentiable(output))
+    # of an object of the user's what it holds, if that is all there is
+    returned = list(differentiable(output)) or list(differentiable(getattr(output, "__dict__", None)))
     own = [x for x in returned if x.ndim]
     if own:
-        return ModelOutputs([*map(as_real, own)], own, [None] * len(own), len(own[0]))
+        return ModelOutputs([*map(regular, own)], own, [None] * len(own), len(own[0]))
     pairs = list(_received(tape))
     if not pairs and returned:
-        return _of_losses(tape, [*map(as_real, returned)], returned)
+        return _of_losses(tape, returned)
     if not pairs:
         return ModelOutputs([], [], [], (tape.samples or 1) if output is None else 0)
     counts = {len(x) for x, _ in pairs}
@@ -58,35 +60,40 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     return ModelOutputs(tensors, [x for x, _ in pairs], targets, count)
 
 
-def _of_losses(tape: Tape, losses: Sequence[Tensor], returned: Sequence[Tensor]) -> ModelOutputs:
+def _of_losses(tape: Tape, losses: Sequence[Tensor]) -> ModelOutputs:
     """What losses () that no loss function has made are the means of; the losses themselves, if that is not known."""
     count = tape.samples or 1
     terms = loss_terms(tape, losses)
+    if not terms and tape.samples == 1:  # outputs of one sample that the model has squeezed
+        return ModelOutputs([*map(regular, losses)], losses, [None] * len(losses), 1)
     gradients: Sequence[Tensor] = [torch.ones_like(x) for x in losses]
     if terms:
         gradients = torch.autograd.grad(losses, terms, retain_graph=True)
-    rows = lambda x: samples_first(x, count) if x.ndim else x[None]
+    rows = lambda x: samples_first(x, count) if x.ndim else regular(x)
     scale = torch.stack([x.detach().float().abs() for x in losses]).sum()
     known = [None] * len(gradients)
     roots = [x.grad_fn for x in losses]
     readings = [read_loss(Source.of(x), roots) for x in terms] or [Unknown("it is no sum or mean")] * len(losses)
     tensors, gradients = [*map(rows, terms or losses)], [*map(rows, gradients)]
-    return ModelOutputs(tensors, returned, known, count, gradients, readings, scale)
+    return ModelOutputs(tensors, losses, known, count, gradients, readings, scale)
 
 
-def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers."""
+def regular(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, a sparse one with its zeros, a number with an axis for its sample."""
+    x = torch.atleast_1d(x.to_dense() if x.is_sparse else x)
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def differentiable(output: Any) -> Iterator[Tensor]:
-    """The logits, or every tensor of a sequence, mapping or dataclass, that may be differentiated."""
+    """The logits, or every tensor of a sequence, mapping, dataclass or distribution, that may be differentiated."""
     output = getattr(output, "logits", output)
     if isinstance(output, Tensor):
         if output.requires_grad:
             yield output
         return
-    if is_dataclass(output) and not isinstance(output, Mapping):
+    if isinstance(output, Distribution):
+        output = vars(output)
+    elif is_dataclass(output) and not isinstance(output, Mapping):
         output = [getattr(output, field.name) for field in fields(output)]
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(output, Mapping | tuple | list) else ():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from curvature.linalg import stack, widen
 from curvature.losses import Injection, empirical, isotropic
@@ -19,7 +21,7 @@ from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
+from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
 from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
@@ -139,6 +141,10 @@ class Recorder:
             self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
         else:
             both = zip(outputs, found.targets, strict=True)
+            if self._has_classes(self.loss) and not isinstance(self.inject, type(isotropic())):
+                for x, source in zip(outputs, found.sources, strict=True):
+                    if x is source and x.ndim > 2:
+                        x.register_hook(partial(_check_class_axis, self.owner))
             vectors = [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both]
             is_isotropic = isinstance(self.inject, type(isotropic()))
             if is_isotropic:
@@ -175,10 +181,13 @@ class Recorder:
     def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any) -> Tensor:
         processes = self.teams.current().processes
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, self._next_seed).to(output.dtype)
-        has_classes = isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
-        if has_classes and output.ndim == 1:  # of one sample, without an axis of samples
+        if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
         return draw(output, target)
+
+    @staticmethod
+    def _has_classes(loss: Any) -> bool:
+        return isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
 
     def _loss_vectors(self, found: ModelOutputs) -> list[Tensor]:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
@@ -232,7 +241,6 @@ class Recorder:
         """Note that gradients were zeroed: new gradients make the old passes void."""
         self.reset()
         self.passes.zero()
-        self.loss_backprops.zero()
 
     def discard(self) -> None:
         """Forget the forward passes since the last step."""
@@ -257,6 +265,20 @@ class Recorder:
                 self.generator.set_state(generator.cpu())
             except RuntimeError:  # the state of a generator on another kind of device
                 self.generator.manual_seed(self.seed + self.monitor.steps)
+
+
+def _check_class_axis(owner: str, gradient: Tensor) -> None:
+    """Gradients of cross-entropy add up to zero over the classes: raise where this is not the axis that it takes."""
+    if is_batched(gradient) or is_functorch_wrapped_tensor(gradient):
+        return
+    g = widen(gradient.detach())
+    there, here, size = stack([g.sum(-1).abs().sum(), g.sum(1).abs().sum(), g.abs().sum()]).tolist()
+    if there < 0.01 * size and here > 0.1 * size:
+        raise ValueError(
+            f"{owner}: cross-entropy takes the classes on axis 1 of the model's output, found "
+            f"{tuple(gradient.shape)} and a loss with classes on the last axis; return logits.movedim(-1, 1), or leave "
+            "out loss= and inject="
+        )
 
 
 def weakly(method: Any) -> Callable[..., Any]:

@@ -222,7 +222,9 @@ def of_states(
         if all(map(operator.is_, known, views)) or all(map(_is_view, known, views)):
             return kept
     own = [trained[name] for name in layout.names]
-    found = [to_local(torch.zeros_like(p) if x is None else x) for x, p in zip(known, own, strict=True)]
+    # a parameter that has grown has no state any more
+    each = zip(known, own, strict=True)
+    found = [to_local(torch.zeros_like(p) if x is None or x.shape != p.shape else x) for x, p in each]
     return LayerVector.of(layout, dict(zip(layout.names, found, strict=True)))
 
 

@@ -73,6 +73,8 @@ class TrustRegionConstants:
     long_gradient: float = 1.5  # a longer one is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
+    far_gradient: float = 100.0  # times that mean: such gradients do not come of an instability ...
+    most_far: float = 2.0  # ... and after so many in a row the loss has another scale, and all begins anew
     # how many gradients the running mean remembers
     ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss ...
     ratio_start: float = 30.0  # ... which begins as the mean of so many zeros
@@ -107,6 +109,7 @@ class TrustState(NamedTuple):
     recall: float = 1.0  # share of the usual number of gradients that the running mean remembers
     measured: float = 0.0  # decayed sums of the energies of steps, of all layers together
     predicted: float = 0.0
+    far: float = 0.0  # how many gradients in a row were far longer than the mean
 
     @property
     def made(self) -> float:
@@ -197,6 +200,8 @@ class TrustRegionStep(StepRule):
         least_trust = c.first_trust / math.sqrt(max(parts.layers, 1))
         if state is None:
             state = started(change, facts.norm, least_trust, c)
+        elif has_new_scale(state, facts.norm, c):
+            state = restarted(state, started(change, facts.norm, least_trust, c))
         else:
             state = adapted(remembered(state, facts.along_last, steps, c), ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
@@ -230,6 +235,8 @@ class TrustRegionStep(StepRule):
         facts = _read(context, g, last, found)
         if state is None or not most * state.norm < facts.norm < math.inf:
             return found, facts
+        if has_new_scale(state, facts.norm, self.constants):
+            return found, facts
         g.multiply_(most * state.norm / facts.norm)
         found = self.direction(context, g, state.recall)
         return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
@@ -241,7 +248,8 @@ class TrustRegionStep(StepRule):
         """
         parts = context.preconditioner
         undoes = not parts.monitor.was_accepted and parts.recorder.scaling.scale is None
-        if self.state is None or not undoes or parts.knows_nothing():
+        # without a slope there is no last step: an undone one must not shrink the step size at each batch that follows
+        if self.state is None or not self.state.slope or not undoes or parts.knows_nothing():
             return Outcome(loss, is_skipped=True)
         last = self._last(context, layout_of_step(context, gradients))
         self.state = undone(self.state, -math.inf, self.constants)
@@ -375,6 +383,17 @@ def started(change: float, norm: float, least_trust: float, c: TrustRegionConsta
     return TrustState(size, least_trust, change, change, c.least_output_change, norm, largest_norm=norm)
 
 
+def has_new_scale(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
+    """Whether the loss has another scale, as after a long time without rewards, where gradients were zero."""
+    return state.far >= c.most_far and norm > c.far_gradient * state.norm
+
+
+def restarted(state: TrustState, first: TrustState) -> TrustState:
+    """The state of a first step, but for what is no matter of the scale of the loss."""
+    kept = "lr", "overshoots", "ratio", "recall", "measured", "predicted"
+    return first._replace(**{name: getattr(state, name) for name in kept})
+
+
 def slope_ratio(slope: float, predicted: float) -> float:
     """What is left of the slope along the last step at its end, at most 1; 0 where nothing was predicted."""
     if not predicted or math.isnan(slope):
@@ -419,6 +438,7 @@ def adapted(
     weight = max(1 / (1 + steps), 1 - c.norm_decay)
     off = counted - state.norm
     trust = state.trust * (c.wider if is_straight else c.narrower)
+    is_far = 0 < c.far_gradient * state.norm < norm
     return state._replace(
         size=size * math.exp(growth),
         trust=min(max(trust, least_trust), c.largest_trust),
@@ -429,6 +449,7 @@ def adapted(
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         least_output_change=state.least_output_change * (c.less if is_unstable else 1.0),
         lr=max(state.lr, min(lr, c.lr_growth * state.lr or lr)),
+        far=state.far + 1 if is_far else 0.0,
     )
 
 

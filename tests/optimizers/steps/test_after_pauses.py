@@ -1,0 +1,89 @@
+"""Batches that are not finite, or that say nothing, for a long time: what follows is learnt as by SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC
+from support.cases.case import seeded
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
+
+with seeded(0):
+    X = torch.randn(128, 8)
+    Y = (X @ torch.randn(8, 3)).argmax(1)
+
+
+def network() -> nn.Sequential:
+    with seeded(1):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train(opt: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_many_bad_batches_in_a_row_are_as_two(optimizer: type[KFAC], bad: float) -> None:
+    """The second undoes the last step; at each of the others the step size shrank, to zero in the end."""
+    ends = []
+    for count in (2, 60):
+        model = network()
+        opt = optimizer(model)
+        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
+        train(opt, lambda model=model: F.cross_entropy(model(X), Y) * bad, count)
+        assert opt.skipped == count
+        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
+        ends.append([opt.stats()["overshoots"], opt.history[-1]["step_size"], *model.parameters()])
+    assert ends[0][:2] == ends[1][:2]
+    assert all(map(torch.equal, ends[0][2:], ends[1][2:]))
+
+
+def silence(model: nn.Module) -> Tensor:
+    return model(X).sum() * 0
+
+
+def one_class(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(X), torch.zeros_like(Y))
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("pause", [silence, one_class], ids=lambda f: f.__name__)
+def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Callable[[nn.Module], Tensor]) -> None:
+    """Gradients were clipped to twice their mean, which follows by 3 % a step: no loss fell for thousands of steps."""
+    ends = []
+    for make in (optimizer, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)):
+        model = network()
+        opt = make(model)
+        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
+        train(opt, lambda model=model: pause(model), 800)
+        losses = train(opt, lambda model=model: F.cross_entropy(model(X), Y), 80)
+        ends.append(fmean(losses[-5:]))
+    assert ends[0] < ends[1]
+
+
+def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
+    """Two in a row, a thousand times as long as usual, move the model as much as two of twice the usual length."""
+    ends = []
+    for factor in (1e3, 1e6):
+        model = network().double()
+        opt = KFAC(model)
+        train(opt, lambda model=model: F.cross_entropy(model(X.double()), Y), 12)
+        train(opt, lambda model=model, k=factor: F.cross_entropy(model(X.double()), Y) * k, 2)
+        ends.append([p.detach() for p in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
