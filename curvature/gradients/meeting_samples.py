@@ -2,8 +2,9 @@
 
 The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
 one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
-they go where it goes, and find out how many are let in there. All passes draw the same random numbers. The parameters
-are moved a little, since a gate that is zero lets nothing through.
+they go where it goes, and find out how many are let in there. Run alone, it finds out what goes by its place in the
+batch or by the number of samples. All passes draw the same random numbers. The parameters are moved a little, since a
+gate that is zero lets nothing through.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def require_apart(batch: Batch, tape: Tape) -> None:
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by four forward passes from where the recorded one began, and remembered. It is asked again at another shape
-    of the input; where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
-    samples now; and of every pass in which data may say which samples meet: by three passes, at the parameters as they
-    are.
+    Found by four forward passes from where the recorded one began and one of a single sample, and remembered. It is
+    asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new: a
+    flag or a hook may mix samples now; and of every pass in which data may say which samples meet: by three passes and
+    the single sample, at the parameters as they are.
 
     Raises:
         ValueError: passes over one and the same batch differ, so that none tells of another.
@@ -129,11 +130,18 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
         with start.again(), torch.no_grad():
             return one.output(), RandomState(batch.model.modules())
 
-    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
-    output, end = run(batch)
     everything = torch.arange(batch.count, device="cpu")
+    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
+    cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
+    output, end = run(batch)
     for kept, other, places in cases:
-        found, other_end = run(other)
+        try:
+            found, other_end = run(other)
+        except Exception as error:
+            if other.count > 1:
+                raise
+            log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
+            continue
         if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
             continue
         if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
