@@ -330,13 +330,21 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
     value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
-    changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    try:
+        changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    except NotImplementedError as error:  # a RuntimeError, too
+        raise RuntimeError(
+            f"torch has no Hessian of the loss: {error} gauss_newton() needs none of the model"
+        ) from error
     names = ", ".join(own_functions(value))
     if not are_adjoint(value, run.batch.parameters, along, changes):
         raise RuntimeError(
             "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
             f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
             "detach, NumPy or once_differentiable; gauss_newton() is exact without that"
+            if names
+            else "torch loses a part of the Hessian: the second derivative of a function of torch is wrong or not "
+            "finite where the model or the loss calls it; gauss_newton() needs none of the model"
         )
     if names and _contradicts_differences(run.batch):
         raise RuntimeError(
