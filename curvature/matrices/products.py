@@ -31,7 +31,7 @@ from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import LayerRules, random_directions
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, require_terms
 from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, moved, tensors_in
 
@@ -184,7 +184,10 @@ class Repeated:
             self.each(visit, direction)
             if len(made) == len(weights):
                 self.kept, self.kept_for = made, self._surroundings()
-        return (total if self.is_sum or self.is_single else total.div_(sum(weights))).T
+        if self.is_sum or self.is_single and weights[0]:
+            return total.T
+        require_terms(sum(weights))
+        return total.div_(sum(weights)).T
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -330,6 +333,8 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
     value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
+    if value[0].isnan() and not run.mass_of_batch():
+        return through_gradient(run, is_single)
     try:
         changes = changes_by_backward_passes(value, run.batch.parameters, along)
     except NotImplementedError as error:  # a RuntimeError, too
