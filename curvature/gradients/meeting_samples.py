@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients.batch import Batch
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, to_host
 from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
@@ -38,27 +38,40 @@ class Verdicts:
         apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
         meeting: by the steps of a pass, the module in which they do.
         asked: the tape of the last pass that was asked about.
+        versions: of the model's buffers, when last looked at.
+        filled: how many entries of each were not zero: a gate or a mask opens there.
     """
 
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
     asked: weakref.ref[Tape] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    filled: tuple[int, ...] = ()
 
-    def of(self, tape: Tape) -> str | None:
+    def steps_of(self, tape: Tape, model: nn.Module) -> frozenset[Any]:
+        """`Tape.steps`, and what the buffers let through."""
+        buffers = [b for b in model.buffers() if b.layout is torch.strided and not b.is_inference()]
+        versions = [(id(b), b._version) for b in buffers]
+        if versions != self.versions:
+            self.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
+            self.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
+        return tape.steps | {("filled", self.filled)} if self.filled else tape.steps
+
+    def of(self, tape: Tape, steps: frozenset[Any], may_meet: bool) -> str | None:
         """Where samples meet, if that is known of such passes: not where data say which samples meet in this one."""
-        if tape.may_move_samples and (self.asked is None or self.asked() is not tape):
+        if may_meet and (self.asked is None or self.asked() is not tape):
             return None
-        return "" if tape.steps <= self.apart else self.meeting.get(tape.steps)
+        return "" if steps <= self.apart else self.meeting.get(steps)
 
-    def keep(self, tape: Tape, where: str) -> None:
+    def keep(self, tape: Tape, steps: frozenset[Any], where: str) -> None:
         if len(self.apart) + len(self.meeting) > MOST_STEPS:  # numbers that are others in every pass
             self.apart.clear()
             self.meeting.clear()
         self.asked = weakref.ref(tape)
         if where:
-            self.meeting[tape.steps] = where
+            self.meeting[steps] = where
         else:
-            self.apart |= tape.steps
+            self.apart |= steps
 
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
@@ -93,22 +106,23 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
     Found by four forward passes from where the recorded one began and one of a single sample, and remembered. It is
-    asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new: a
-    flag or a hook may mix samples now; and of every pass in which data may say which samples meet: by three passes and
-    the single sample, at the parameters as they are.
+    asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new, or
+    entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix samples now; and of every
+    pass in which data may say which samples meet: by three passes and the single sample, at the parameters as they are.
 
     Raises:
         ValueError: passes over one and the same batch differ, so that none tells of another.
     """
     shapes = MEETING.setdefault(batch.model, {})
     known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
-    where = known.of(tape)
+    steps = known.steps_of(tape, batch.model)
+    where = known.of(tape, steps, tape.may_move_samples or batch.relates_samples)
     if where is None:
-        is_new = not tape.steps <= known.apart
+        is_new = not steps <= known.apart
         where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
         if where == UNSTEADY:
             raise ValueError(UNSTEADY)
-        known.keep(tape, where)
+        known.keep(tape, steps, where)
     return where
 
 
