@@ -334,7 +334,8 @@ class SampleMasses:
     def _compare(self, output: Tensor, target: Any, masses: Tensor, dims: tuple[int, int]) -> None:
         """Raise ValueError where a few samples of this batch and of others count otherwise than in their batches."""
         count = len(masses)
-        cut = lambda n: (_rows(output, n, count, dims[0]), map_target(lambda t: _rows(t, n, count, dims[1]), target))
+        rows = lambda t, n, dim: _rows(t, n, count, dim).clone()  # a view would keep the whole batch
+        cut = lambda n: (rows(output, n, dims[0]), map_target(lambda t: rows(t, n, dims[1]), target))
         few = max(FEWEST, min(FEW, FEW_ELEMENTS // max(1, output.numel() // count)))
         some = list(range(0, count, max(1, count // few)))[:few]
         if not self.known and masses.any():  # one that counts
