@@ -115,7 +115,14 @@ class Batch:
         """All that may decide how the model's parameters are explained, but for what the model does."""
         shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(self.x))
         training = tuple(module.training for module in self.model.modules())
-        return (shapes, self.count, self.takes_logits, self.dims, training, tuple(self.parameters))
+        hooked = tuple(name for name, p in self.parameters.items() if p._backward_hooks)  # of gradients
+        return (shapes, self.count, self.takes_logits, self.dims, training, tuple(self.parameters), hooked)
+
+    @property
+    def relates_samples(self) -> bool:
+        """Whether one of several inputs has an entry for each pair of samples, as an adjacency matrix has."""
+        inputs = tensors_in(self.x)
+        return len(inputs) > 1 and any(t.shape == (self.count, self.count) for t in inputs)
 
     @property
     def is_uneven(self) -> bool:

@@ -62,7 +62,7 @@ def complete_changes(
         changes = changes_by_backward_passes(outputs, parameters, directions)
         if are_adjoint(outputs, parameters, directions, changes):
             return changes
-        why = ", ".join(own_functions(outputs)) or "a hook"
+        why = ", ".join(own_functions(outputs)) or "a hook, or one of torch's whose second derivative is not finite"
     except RuntimeError as error:
         why = str(error).split("\n")[0].rstrip(".")
         if NOT_IMPLEMENTED not in why:
@@ -99,7 +99,7 @@ def are_adjoint(
 ) -> bool:  # fmt: skip
     """Whether changes of the outputs along directions are ``J d``: ``<u, J d> = <J^T u, d>`` for random vectors u.
 
-    What is complex or not finite says nothing.
+    What is complex says nothing, nor a gradient that is not finite.
     """
     if any(x.is_complex() for x in (*outputs, *parameters.values())):
         return True
@@ -115,7 +115,7 @@ def are_adjoint(
     for direction, change in zip(directions, changes, strict=True):
         known = [(gradients[k], direction[k]) for k in direction if k in gradients]
         (there, size), (back, other) = map(_inner_product, (zip(vectors, change, strict=True), known))
-        if abs(there - back) > coarsest**0.5 * max(size, other):
+        if math.isfinite(back) and not abs(there - back) <= coarsest**0.5 * max(size, other):
             return False
     return True
 

@@ -2,8 +2,9 @@
 
 The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
 one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
-they go where it goes, and find out how many are let in there. All passes draw the same random numbers. The parameters
-are moved a little, since a gate that is zero lets nothing through.
+they go where it goes, and find out how many are let in there. Run alone, it finds out what goes by its place in the
+batch or by the number of samples. All passes draw the same random numbers. The parameters are moved a little, since a
+gate that is zero lets nothing through.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients.batch import Batch
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, to_host
 from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
@@ -37,11 +38,24 @@ class Verdicts:
         apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
         meeting: by the steps of a pass, the module in which they do.
         asked: the tape of the last pass that was asked about.
+        versions: of the model's buffers, when last looked at.
+        filled: how many entries of each were not zero: a gate or a mask opens there.
     """
 
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)
     asked: weakref.ref[Tape] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    filled: tuple[int, ...] = ()
+
+    def steps_of(self, tape: Tape, model: nn.Module) -> frozenset[Any]:
+        """`Tape.steps`, and what the buffers let through."""
+        buffers = [b for b in model.buffers() if b.layout is torch.strided and not b.is_inference()]
+        versions = [(id(b), b._version) for b in buffers]
+        if versions != self.versions:
+            self.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
+            self.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
+        return tape.steps | {("filled", self.filled)} if self.filled else tape.steps
 
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
@@ -84,23 +98,25 @@ def require_apart(batch: Batch, tape: Tape) -> None:
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by four forward passes from where the recorded one began, and remembered. It is asked again at another shape
-    of the input; where a pass calls functions in an order or with numbers that are new: a flag or a hook may mix
-    samples now; and of every pass in which data may say which samples meet: by three passes, at the parameters as they
-    are.
+    Found by four forward passes from where the recorded one began and one of a single sample, and remembered. It is
+    asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new, or
+    entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix samples now; and of every
+    pass in which data may say which samples meet: by three passes and the single sample, at the parameters as they are.
 
     Raises:
         ValueError: passes over one and the same batch differ, so that none tells of another.
     """
-    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
-    is_new = not tape.steps <= known.apart
+    shapes = MEETING.setdefault(batch.model, {})
+    known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
+    steps = known.steps_of(tape, batch.model)
+    is_new = not steps <= known.apart
     # where data say where samples go, or which of them, they say who meets in this very pass
     is_asked = known.asked is not None and known.asked() is tape
-    if is_asked or (tape.graph is not None and not tape.counts):
+    if is_asked or not (tape.graph is None or tape.counts or batch.relates_samples):
         if not is_new:
             return ""
-        if tape.steps in known.meeting:
-            return known.meeting[tape.steps]
+        if steps in known.meeting:
+            return known.meeting[steps]
     where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
@@ -109,9 +125,9 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
         known.meeting.clear()
     known.asked = weakref.ref(tape)
     if where:
-        known.meeting[tape.steps] = where
+        known.meeting[steps] = where
     else:
-        known.apart |= tape.steps
+        known.apart |= steps
     return where
 
 
@@ -133,12 +149,21 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
         with start.again(), torch.no_grad():
             return one.output(), RandomState(batch.model.modules())
 
-    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
-    output, end = run(batch)
     everything = torch.arange(batch.count, device="cpu")
+    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
+    cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
+    output, end = run(batch)
     for kept, other, places in cases:
-        found, other_end = run(other)
+        try:
+            found, other_end = run(other)
+        except Exception as error:
+            if other.count > 1:
+                raise
+            log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
+            continue
         if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
+            continue
+        if other.count == 1 and end.differs(other_end.states):  # nor would a gradient show what goes by place
             continue
         if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
             return UNSTEADY

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from curvature.losses.per_sample import dim_of_terms, map_target, per_sample_los
 from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
 log = logging.getLogger("curvature")
-FAR_POINTS = 8
+NEAR_POINTS, FAR_POINTS = 3, 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
 MOST_CHECKED = 10_000
+FEW, FEWEST, FEW_ELEMENTS = 8, 3, 1 << 16  # samples of one batch that are asked again; entries of their outputs
 Point = Sequence[Tensor]  # the outputs of a model
 Losses = Callable[[Point], Tensor]
 
@@ -114,12 +117,33 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     """
     dtype = torch.promote_types(output.dtype, torch.float32)
     output = output.detach().to(dtype)
-    copies = lambda: map_target(torch.clone, target)  # a loss may work in place
-    whole = lambda point: require_scalar(loss, loss(point[0].clone(), copies()), "a batch")
+    whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
     if count == 1:
         return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(dtype)[None]
-    alone = lambda point: _alone(loss, point[0], target, count, output_dim, target_dim)
     return shares_of_parts(loss, [output], count, output_dim, whole, alone)
+
+
+def _of_batch_and_samples(
+    loss: Loss, target: Any, count: int, output_dim: int, target_dim: int
+) -> tuple[Losses, Losses]:
+    """From an output to the loss of the batch, and to the samples' own losses (N,)."""
+    copies = lambda: map_target(torch.clone, target)  # a loss may work in place
+    whole = lambda point: require_scalar(loss, loss(point[0].clone(), copies()), "a batch")
+    return whole, lambda point: _alone(loss, point[0], target, count, output_dim, target_dim)
+
+
+def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim: int, target_dim: int) -> bool:
+    """Whether the samples' own losses with these masses, up to a factor, are the loss of the batch."""
+    count, output = len(masses), output.to(torch.promote_types(output.dtype, torch.float32))
+    points = list(islice(_points([output], count, output_dim), NEAR_POINTS))
+    whole, alone = (
+        torch.stack([_slope(f, point)[1][0].movedim(output_dim, 0).reshape(count, -1) for point in points])
+        for f in _of_batch_and_samples(loss, target, count, output_dim, target_dim)
+    )
+    parts = masses.to(whole)[:, None] * alone.nan_to_num(0.0, 0.0, 0.0)
+    factor = (whole * parts).sum() / parts.square().sum()
+    left = whole - factor.nan_to_num(0.0) * parts
+    return not bool(whole.isfinite().all() and _exceeds_rounding(left.norm(dim=2), whole.norm(dim=2)).any())
 
 
 def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Losses, alone: Losses) -> Tensor:
@@ -135,7 +159,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
     first: tuple[Tensor, Point] | None = None
     empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
     for point in _points(outputs, count, dim):
-        if len(rows) > 2 and bool((_is_known(rows) | empty).all()):
+        if len(rows) >= NEAR_POINTS and bool((_is_known(rows) | empty).all()):
             break
         try:
             (value, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
@@ -228,14 +252,17 @@ def _quotients(loss: Loss, rows: list[tuple[Tensor, Tensor]], empty: Tensor) -> 
     batch, alone = (torch.stack(column) for column in zip(*rows, strict=True))  # (points, N, D)
     is_known = _is_known(rows)
     measured = torch.where(is_known, (batch * alone).sum((0, 2)) / alone.square().sum((0, 2)), 0)
-    eps = torch.finfo(batch.dtype).eps
     sizes = batch.norm(dim=2)
     left = (batch - measured[:, None] * alone).norm(dim=2)
-    wrong = left > 10 * eps**0.5 * sizes + 100 * eps * sizes.amax()
-    if bool(wrong.any()):
-        worst = float((left / sizes.clamp(min=eps * float(sizes.amax()))).amax())
+    if bool(_exceeds_rounding(left, sizes).any()):
+        worst = float((left / sizes.clamp(min=torch.finfo(batch.dtype).eps * float(sizes.amax()))).amax())
         raise NoWeightedSum(loss, f"{min(1.0, worst):.0%} of its gradient at the output of a sample is not of that")
     return _rounded(measured, is_known | empty)
+
+
+def _exceeds_rounding(left: Tensor, sizes: Tensor) -> Tensor:
+    eps = torch.finfo(sizes.dtype).eps
+    return left > 10 * eps**0.5 * sizes + 100 * eps * sizes.amax()
 
 
 def _rounded(measured: Tensor, is_known: Tensor) -> Tensor:
@@ -262,7 +289,8 @@ class SampleMasses:
     ``sum_n m_n l_n``, divided by ``sum_n m_n`` unless `is_sum`.
 
     Torch's losses say their masses. Of every other callable the shares are found; with several batches, those of each
-    together with one sample of the first, which tells how the batches count beside each other.
+    together with one sample of the first, which tells how the batches count beside each other. A few samples of it and
+    of batches before show whether masses are a matter of the sample alone, as those of a quantile or a rank are not.
     """
 
     def __init__(self, loss: Loss | None) -> None:
@@ -270,6 +298,8 @@ class SampleMasses:
         self.is_sum = loss is not None and reduction_of(loss) == "sum"
         self.first: int | None = None  # number of the batch that has the reference
         self.reference: tuple[Tensor, Any, Tensor] | None = None  # output, target and mass of a sample that counts
+        self.known: list[tuple[Tensor, Any, Tensor]] = []  # the same of a few samples of all batches
+        self.compared: set[int] = set()  # numbers of batches
         self.is_plain = True  # whether every sample counts as much as any other
         self.kind = ""  # of a callable: "mean", "sum", "other"; "" where nothing has told, which counts as a mean
 
@@ -296,7 +326,34 @@ class SampleMasses:
             else self._beside_first(output, target, count, dims)
         )
         self.is_plain &= bool((masses == 1).all())
+        if number not in self.compared:
+            self._compare(output.detach(), target, masses, dims)
+            self.compared.add(number)
         return masses
+
+    def _compare(self, output: Tensor, target: Any, masses: Tensor, dims: tuple[int, int]) -> None:
+        """Raise ValueError where a few samples of this batch and of others count otherwise than in their batches."""
+        count = len(masses)
+        rows = lambda t, n, dim: _rows(t, n, count, dim).clone()  # a view would keep the whole batch
+        cut = lambda n: (rows(output, n, dims[0]), map_target(lambda t: rows(t, n, dims[1]), target))
+        few = max(FEWEST, min(FEW, FEW_ELEMENTS // max(1, output.numel() // count)))
+        some = list(range(0, count, max(1, count // few)))[:few]
+        if not self.known and masses.any():  # one that counts
+            some = list(dict.fromkeys([int(masses.argmax()), *some]))
+        own = [(*cut(n), masses[n]) for n in some]
+        if self.known and (len(self.compared) < FEW or not self.is_plain):
+            outputs, targets, known = zip(*own, *self.known, strict=True)
+            try:
+                both = torch.cat(outputs, dims[0]), reduce(partial(_joined, dim=dims[1]), targets)
+            except RuntimeError:  # of other shapes: a sum
+                return
+            try:
+                same = _explain(self.loss, torch.stack(known), *both, *dims)
+            except Exception as error:  # whatever a loss raises that takes no other number of samples
+                raise self._only_one_batch(f"it does not run on some of their samples: {error}") from error
+            if not same:
+                raise self._only_one_batch("how much a sample counts in it depends on the others")
+        self.known = (self.known + own)[: 2 * few]
 
     def whole(self, number: int, output: Tensor) -> Tensor:
         """(1,): the mass of a batch whose samples meet in the loss; ValueError unless it is the only one."""
@@ -354,10 +411,10 @@ class SampleMasses:
                 return measured
             raise self._only_one_batch(f"their outputs or targets do not fit together: {error}") from error
         measured = shares(self.loss, both, targets, count + 1, *dims)
-        if not measured[1:].any():  # no term of this batch counts
-            return measured[1:]
+        if not measured[1:].any() and _near(measured[0], measured.new_ones(()), measured[0]):
+            return measured[1:]  # no term of this batch counts
         kind = _kind(measured)
-        if self.kind and kind != self.kind or not kind:
+        if self.kind and kind != self.kind or kind in ("", "other"):
             raise self._only_one_batch(f"it is a {self.kind or 'sum'} over one batch, but not over another")
         self.kind, self.is_sum = kind, kind != "mean"
         return (

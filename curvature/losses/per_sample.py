@@ -145,7 +145,7 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
     # clones, because a loss may work in place
     try:
         batched = [t.clone() for t in cut]
-        values = torch.func.vmap(alone, in_dims=tuple(dims), randomness="different")(*batched)
+        values = torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")(*batched)
         assert isinstance(values, Tensor)
         return values
     except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below

@@ -21,7 +21,7 @@ from curvature.matrices.accumulators import (
     Result,
     RowRangeAccumulator,
 )
-from curvature.matrices.passes import DataSource, RecordedBatch
+from curvature.matrices.passes import DataSource, RecordedBatch, require_terms
 from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import Progress, StoredSums
 from curvature.operators import Space, require_held_size
@@ -99,8 +99,8 @@ def summed(
         passes.each(visit)
     else:
         store.fill(progress, visit, passes.each)
-    if not passes.is_sum and not progress.total:
-        raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
+    if not passes.is_sum:
+        require_terms(progress.total)
     return cast("Sums", progress.accumulator), 1.0 if passes.is_sum else 1 / progress.total
 
 

@@ -125,6 +125,12 @@ class DataSource:
         return self.masses.is_sum
 
 
+def require_terms(mass: float) -> None:
+    """Refuse a mean loss in which nothing counts."""
+    if not mass:
+        raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
+
+
 def _in_blocks(forward: Callable[[Batch], Recorded], batch: Batch) -> Recorded:
     """The mode is for the forward pass alone: it slows every other function down, and `run` alone holds the result."""
     with AttentionInBlocks():

@@ -30,7 +30,7 @@ from curvature.linalg import cat, contradicts_differences, full_precision, matmu
 from curvature.losses import Injection, Random
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Ways, random_directions
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, Recorded, RecordedBatch
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, Recorded, RecordedBatch, require_terms
 from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, moved, tensors_in
 
@@ -171,7 +171,10 @@ class Repeated:
             self.each(visit)
             if len(made) == len(weights):
                 self.kept, self.kept_for = made, self._surroundings()
-        return (total if self.is_sum or self.is_single else total.div_(sum(weights))).T
+        if self.is_sum or self.is_single and weights[0]:
+            return total.T
+        require_terms(sum(weights))
+        return total.div_(sum(weights)).T
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -314,13 +317,23 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
     value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
-    changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    if value[0].isnan() and not run.mass_of_batch():
+        return through_gradient(run, is_single)
+    try:
+        changes = changes_by_backward_passes(value, run.batch.parameters, along)
+    except NotImplementedError as error:  # a RuntimeError, too
+        raise RuntimeError(
+            f"torch has no Hessian of the loss: {error} gauss_newton() needs none of the model"
+        ) from error
     names = ", ".join(own_functions(value))
     if not are_adjoint(value, run.batch.parameters, along, changes):
         raise RuntimeError(
             "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
             f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
             "detach, NumPy or once_differentiable; gauss_newton() is exact without that"
+            if names
+            else "torch loses a part of the Hessian: the second derivative of a function of torch is wrong or not "
+            "finite where the model or the loss calls it; gauss_newton() needs none of the model"
         )
     if names and _contradicts_differences(run.batch):
         raise RuntimeError(

@@ -1,0 +1,109 @@
+"""Models whose output for a sample goes by its place in the batch or by the number of samples: samples meet there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from support.cases.case import Raw
+
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
+
+
+def first_of_its_expert(m: Any, x: Tensor) -> Tensor:
+    """An expert takes one sample; all others get nothing."""
+    taken = x[:, 0].abs().nonzero()[:1, 0]
+    return m.b(m.a(x).tanh()).index_add(0, taken, m.c(x[taken]))
+
+
+BY_PLACE = {
+    "a table with a row for each place": lambda m, x: m.b((m.a(x) + m.table[: len(x)]).tanh()),
+    "an index of places": lambda m, x: m.b(m.a(x) * m.table[torch.arange(len(x))]),
+    "divided by the number of samples": lambda m, x: m.b(m.a(x)) / len(x),
+    "the number of samples": lambda m, x: m.b((m.a(x) + len(x) * m.table[0]).tanh()),
+    "the first of its expert": first_of_its_expert,
+    "ranks": lambda m, x: m.b(m.a(x) * m.table[x[:, 0].argsort().argsort()]),
+}
+MATRICES = {
+    "gauss_newton": curvature.gauss_newton,
+    "hessian": curvature.hessian,
+    "fisher": curvature.fisher,
+}
+SAMPLES = {
+    "per_sample_gradients": curvature.per_sample_gradients,
+    "per_sample_norms": curvature.per_sample_norms,
+    "empirical_fisher": lambda *a: curvature.empirical_fisher(*a).to_dense(),
+    "kfac": curvature.kfac,
+    "ekfac": curvature.ekfac,
+}
+
+
+def prepared(name: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Raw(BY_PLACE[name], a=nn.Linear(4, 5), b=nn.Linear(5, 3), c=nn.Linear(4, 3), table=(8, 5))
+    return model, torch.randn(count, 4), torch.randint(3, (count,))
+
+
+def expected(model: nn.Module, x: Tensor, y: Tensor, is_hessian: bool) -> Tensor:
+    """Of the loss of the batch, by plain autograd."""
+    leaves = list(model.parameters())
+    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    output = model(x)
+    if is_hessian:
+        first = torch.autograd.grad(F.cross_entropy(output, y), leaves, create_graph=True, **options)
+        entries = [entry for g in first for entry in g.flatten()]
+    else:
+        entries = list(output.flatten())
+    rows = [torch.autograd.grad(e, leaves, **options) if e.requires_grad else map(torch.zeros_like, leaves)
+            for e in entries]  # fmt: skip
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    if is_hessian:
+        return J
+    loss = lambda flat: F.cross_entropy(flat.view_as(output), y)
+    return J.T @ torch.autograd.functional.hessian(loss, output.detach().flatten()) @ J
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("function", MATRICES)
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_matrices_are_those_of_the_batch(name: str, function: str, count: int) -> None:
+    model, x, y = prepared(name, count)
+    reference = expected(model, x, y, function == "hessian")
+    found = MATRICES[function](model, nn.CrossEntropyLoss(), (x, y))
+    v = torch.linspace(0, 1, found.space.size)
+    torch.testing.assert_close(found.to_dense(), reference)
+    torch.testing.assert_close(found.diagonal(), reference.diagonal())
+    torch.testing.assert_close(found @ v, reference @ v)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("function", SAMPLES)
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_what_is_defined_by_samples_is_refused(name: str, function: str, count: int) -> None:
+    model, x, y = prepared(name, count)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            SAMPLES[function](model, nn.CrossEntropyLoss(), (x, y))
+
+
+def test_a_model_that_takes_no_single_sample_is_not_refused() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        assert len(x) > 1
+        return m.b(m.a(x).tanh())
+
+    model = Raw(run, a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+    torch.testing.assert_close(
+        rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
+    )
+
+
+def test_draws_of_each_sample_are_not_taken_for_places() -> None:
+    model = Raw(lambda m, x: m.b(m.a(x) + 0.1 * torch.randn(len(x), 5)), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), torch.randn(5, 4), torch.randint(3, (5,)))

@@ -1,0 +1,108 @@
+"""Losses in which a sample counts by the others of its batch: of several batches they are refused, never added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from support.oracles.brute_force import Matrices
+
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def squares(o: Tensor, y: Tensor) -> Tensor:
+    return (o - F.one_hot(y, 3)).square().sum(1)
+
+
+def entropies(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, reduction="none")
+
+
+def trimmed(o: Tensor, y: Tensor) -> Tensor:
+    return entropies(o, y).sort().values[: max(1, len(o) - 1)].mean()
+
+
+def balanced(o: Tensor, y: Tensor) -> Tensor:
+    """Every class counts alike, whatever the number of its samples."""
+    return torch.stack([entropies(o[y == k], y[y == k]).mean() for k in y.unique()]).mean()
+
+
+def by_frequency(o: Tensor, y: Tensor) -> Tensor:
+    weights = 1 / torch.bincount(y, minlength=3)[y]
+    return (weights * entropies(o, y)).sum() / weights.sum()
+
+
+def by_place(o: Tensor, y: Tensor) -> Tensor:
+    places = 1.0 + torch.arange(len(o))
+    return (places * entropies(o, y)).sum() / places.sum()
+
+
+RANKED: dict[str, Loss] = {
+    "the two largest": lambda o, y: squares(o, y).topk(min(2, len(o))).values.mean(),
+    "the largest half": lambda o, y: squares(o, y).topk(max(1, len(o) // 2)).values.mean(),
+    "their sum": lambda o, y: squares(o, y).topk(min(2, len(o))).values.sum(),
+    "a quantile": lambda o, y: squares(o, y).quantile(0.8),
+    "all but the largest": trimmed,
+    "the largest once more": lambda o, y: squares(o, y).mean() + 0.1 * squares(o, y).max(),
+    "balanced classes": balanced,
+    "weights by frequency": by_frequency,
+    "weights by place": by_place,
+}
+APART: dict[str, Loss] = {
+    "weights of classes": lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([0.2, 1.0, 3.0])),
+    "some ignored": lambda o, y: F.cross_entropy(o, y, ignore_index=1),
+    "a masked mean": lambda o, y: (squares(o, y) * (y != 0)).sum() / (y != 0).sum().clamp(min=1),
+    "a masked sum": lambda o, y: (squares(o, y) * (y != 0)).sum(),
+    "a weighted hinge": lambda o, y: ((y + 1) * (0.3 - o[:, 0]).relu()).sum() / (y + 1).sum(),
+    "an index": lambda o, y: squares(o[y != 0], y[y != 0]).sum(),
+    "plain": lambda o, y: entropies(o, y).mean(),
+}
+SIZES = [(2, 2), (4, 4), (1, 1, 1, 1), (4, 2, 6), (12, 20)]
+
+
+def batches(sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(seed)
+    x, y = 2 * torch.randn(sum(sizes), 4), torch.randint(3, (sum(sizes),))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    return model, x, y, list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", RANKED)
+def test_losses_in_which_samples_count_by_the_others(name: str, sizes: tuple[int, ...]) -> None:
+    """Right, where samples do not meet in these data, or refused."""
+    refused, loss = 0, RANKED[name]
+    for seed in range(4):
+        model, x, y, data = batches(sizes, seed)
+        reference = Matrices(model, loss, (x, y)).hessian
+        try:
+            found = curvature.hessian(model, loss, data).to_dense()
+        except ValueError as error:
+            assert "how several batches make up the loss" in str(error)
+            refused += 1
+        else:
+            torch.testing.assert_close(found, reference)
+    assert refused
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", APART)
+def test_losses_of_samples_of_any_weight(name: str, sizes: tuple[int, ...]) -> None:
+    for seed in range(4):
+        model, x, y, data = batches(sizes, seed)
+        y[0] = 2
+        reference = Matrices(model, APART[name], (x, y)).hessian
+        torch.testing.assert_close(curvature.hessian(model, APART[name], data).to_dense(), reference)
+
+
+def test_a_loss_that_takes_no_few_samples_says_so() -> None:
+    model, _, _, data = batches((6, 6), 0)
+    loss = lambda o, y: squares(o, y).topk(6).values.mean() + 0.1 * squares(o, y)[:1].sum()
+    with pytest.raises(ValueError, match=r"no weighted sum|does not run|cannot be told"):
+        curvature.hessian(model, loss, data).to_dense()
