@@ -25,7 +25,7 @@ def from_version_4(joint: State) -> State:
     return joint | {
         "kind": {key: value for key, value in joint["kind"].items() if key != "compact"},
         "intervals": {"factor_every": factor_every, "decompose_every": decompose_every},
-        "recorder": joint["recorder"] | {"output_scale": scale, "output_size": size},
+        "recorder": joint["recorder"] | {"output_scale": scale, "output_size": size, "class_axis": 0},
         "rule": _rule(joint["rule"], energies),
         "curvature": curvature,
     }

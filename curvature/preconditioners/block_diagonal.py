@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from curvature.functional import RECURRENT
@@ -72,7 +72,7 @@ class CurvatureStore:
 
     def drop_replaced(self, parameters: Mapping[str, Tensor]) -> None:
         """Forget blocks of parameters that have other shapes now, as those of a head that was replaced."""
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        shapes = {name: tuple(p.shape) for name, p in parameters.items() if not nn.parameter.is_lazy(p)}
         known = [(block, block.parameter_shapes.items()) for block in self.blocks]
         self.blocks = [block for block, own in known if all(shapes.get(name, shape) == shape for name, shape in own)]
 

@@ -83,9 +83,13 @@ class Passes:
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(
-        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None]
-    ) -> None:
-        """Count a pass once a gradient of its outputs arrives that goes on to `parameters` or has a graph."""
+        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None],
+        chosen: Callable[[Tensor], Measured] | None = None,
+    ) -> None:  # fmt: skip
+        """Count a pass once a gradient of its outputs arrives that goes on to `parameters` or has a graph.
+
+        With `chosen`, that gradient says what was measured.
+        """
         self.last = found = Pass(measured, self.step)
         me = weakref.ref(self)
 
@@ -96,7 +100,7 @@ class Passes:
             if torch.is_grad_enabled() or is_training(parameters):
                 passes.note_backward(parameters)
                 passes.begin(discard)
-                passes.total.add_(found.measured)
+                passes.total.add_(found.measured if chosen is None else chosen(gradient))
                 found.step = None
 
         for x in outputs:

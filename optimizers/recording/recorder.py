@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +20,7 @@ from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_checkpointed, is_transformed
+from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
 from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
@@ -29,6 +28,7 @@ from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
+CANCELLED = 0.01  # of the sum of absolute values: what adds up to less is zero but for rounding
 
 
 class Scaling(NamedTuple):
@@ -64,6 +64,7 @@ class Recorder:
         self.inject, self.loss, self.seed = inject, loss, seed
         self.schedule, self.monitor, self.teams, self.owner = schedule, monitor, teams, owner
         self.generator: torch.Generator | None = None  # of the random vectors; None before the first
+        self.class_axis = 0  # of outputs with more than two axes, for cross-entropy; 0: not known yet
         self.substitute = ""  # what replaces `inject`, and why
         self.was_empty = False  # whether the last recorded batch was empty
         self.is_paused = False
@@ -140,18 +141,29 @@ class Recorder:
             vectors = [self._vectors(isotropic(), None, x.detach(), None) for x in outputs]
             self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
         else:
-            both = zip(outputs, found.targets, strict=True)
-            if self._has_classes(self.loss) and not isinstance(self.inject, type(isotropic())):
-                for x, source in zip(outputs, found.sources, strict=True):
-                    if x is source and x.ndim > 2:
-                        x.register_hook(partial(_check_class_axis, self.owner))
-            vectors = [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both]
-            is_isotropic = isinstance(self.inject, type(isotropic()))
+            self._send_loss_back(tape, found)
+
+    def _send_loss_back(self, tape: Tape, found: ModelOutputs) -> None:
+        """Send the vectors of the injection back; where classes may be on two axes, those of both."""
+        is_isotropic = isinstance(self.inject, type(isotropic()))
+        first, source = found.tensors[0], found.sources[0]
+        is_open = self._has_classes(self.loss) and not is_isotropic and first is source and first.ndim > 2
+        axes = [1, -1] if is_open and not self.class_axis else [self.class_axis or 1]
+        ways = {}
+        for axis in axes:
+            both = zip(found.tensors, found.targets, strict=True)
+            vectors = [self._vectors(self.inject, self.loss, x.detach(), y, axis if is_open else 1) for x, y in both]
             if is_isotropic:
-                sums = OutputScale.of(outputs)
+                sums = OutputScale.of(found.tensors)
             else:
-                sums = OutputScale.in_metric(stack(map(squares_along, outputs, vectors)).sum(), len(outputs[0]))
-            self._send_back(tape, found, vectors, sums, is_isotropic)
+                sums = OutputScale.in_metric(stack(map(squares_along, found.tensors, vectors)).sum(), len(first))
+            ways[axis] = self._measured(tape, found, vectors, sums, is_isotropic)
+
+        def chosen(gradient: Tensor) -> Measured:
+            self.class_axis = self.class_axis or class_axis(gradient)
+            return ways[self.class_axis or 1]
+
+        self._wait(tape, found, ways[axes[0]], chosen if len(axes) > 1 else None)
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         signs = lambda: self._signs(count)
@@ -167,23 +179,32 @@ class Recorder:
     def _send_back(
         self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False
     ) -> None:
-        outputs, team = found.tensors, self.teams.current()
-        rank, size = team.processes.rank, team.processes.size
-        with torch.autocast(outputs[0].device.type, enabled=False):
-            batch = BatchFacts(found.count, rank, size, self.displacement(), independent)
-            measured = self.store.measure(tape, outputs, vectors, batch)
-        trained = [node.tensor for node in tape.parameters.values()]
-        self.passes.wait(Measured(measured, sums), found.sources, trained, team.statistics.discard)
-        if size > 1:
+        self._wait(tape, found, self._measured(tape, found, vectors, sums, independent))
+
+    def _measured(
+        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool
+    ) -> Measured:
+        processes = self.teams.current().processes
+        with torch.autocast(found.tensors[0].device.type, enabled=False):
+            batch = BatchFacts(found.count, processes.rank, processes.size, self.displacement(), independent)
+            return Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
+
+    def _wait(
+        self, tape: Tape, found: ModelOutputs, measured: Measured, chosen: Callable[[Tensor], Measured] | None = None
+    ) -> None:
+        team, trained = self.teams.current(), [node.tensor for node in tape.parameters.values()]
+        self.passes.wait(measured, found.sources, trained, team.statistics.discard, chosen)
+        if team.processes.size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
 
-    def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any) -> Tensor:
+    def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1) -> Tensor:
+        """The vectors (k, *output.shape), given the axis of classes, if there are any."""
         processes = self.teams.current().processes
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, self._next_seed).to(output.dtype)
         if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
-        return draw(output, target)
+        return draw(output, target) if axis == 1 else draw(output.movedim(-1, 1), target).movedim(2, -1)
 
     @staticmethod
     def _has_classes(loss: Any) -> bool:
@@ -253,11 +274,13 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         generator = None if self.generator is None else self.generator.get_state()
         scale, size = self.outputs.rms, self.outputs.entries_per_sample
-        return {"output_scale": scale, "output_size": size, "generator": generator}
+        found = {"output_scale": scale, "output_size": size, "generator": generator}
+        return found | {"class_axis": self.class_axis}
 
     def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped
         self.outputs.rms, self.outputs.entries_per_sample = state["output_scale"], state["output_size"]
+        self.class_axis = state["class_axis"]
         generator = state["generator"]
         self.generator = None if generator is None else torch.Generator("cpu")
         if self.generator is not None:
@@ -267,18 +290,15 @@ class Recorder:
                 self.generator.manual_seed(self.seed + self.monitor.steps)
 
 
-def _check_class_axis(owner: str, gradient: Tensor) -> None:
-    """Gradients of cross-entropy add up to zero over the classes: raise where this is not the axis that it takes."""
-    if is_batched(gradient) or is_functorch_wrapped_tensor(gradient):
-        return
+def class_axis(gradient: Tensor) -> int:
+    """The axis of classes, 1 or -1, along which gradients of cross-entropy add up to zero; 0 where none can be told."""
+    if is_functorch_wrapped_tensor(gradient):
+        return 0
     g = widen(gradient.detach())
-    there, here, size = stack([g.sum(-1).abs().sum(), g.sum(1).abs().sum(), g.abs().sum()]).tolist()
-    if there < 0.01 * size and here > 0.1 * size:
-        raise ValueError(
-            f"{owner}: cross-entropy takes the classes on axis 1 of the model's output, found "
-            f"{tuple(gradient.shape)} and a loss with classes on the last axis; return logits.movedim(-1, 1), or leave "
-            "out loss= and inject="
-        )
+    here, last, size = stack([g.sum(1).abs().sum(), g.sum(-1).abs().sum(), g.abs().sum()]).tolist()
+    if last < CANCELLED * size <= here:
+        return -1
+    return int(here < CANCELLED * size)
 
 
 def weakly(method: Any) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ from curvature.gradients import per_sample
 from curvature.gradients.plans import PLANS
 from curvature.gradients.sample_axes import find_layouts
 from curvature.layers import Layout
-from curvature.matrices import passes
 
 pytestmark = pytest.mark.fast
 
@@ -103,7 +102,7 @@ def test_a_deep_narrow_network_is_learnt_once(device):
 def test_two_kinds_of_passes_alternate(device, monkeypatch):
     """Matrices run attention in another form than per-sample quantities: each is learnt once."""
     learnt = []
-    for module in (per_sample, passes):
+    for module in (per_sample, curvature.gradients):
         own = module.learn
         monkeypatch.setattr(module, "learn", lambda *a, own=own, **k: (learnt.append(k), own(*a, **k))[1])
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).to(device)

@@ -1,4 +1,4 @@
-"""Logits of tokens whose classes are not on the axis that cross-entropy takes: tokens were taken for classes."""
+"""Logits of tokens, whose classes are on the axis that cross-entropy takes or on the last one."""
 
 from __future__ import annotations
 
@@ -21,27 +21,47 @@ with seeded(0):
     X, Y = torch.randn(8, 4, 5), torch.randint(3, (8, 4))
 
 
-@OPTIMIZERS
-@INJECTIONS
-@DTYPES
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy], ids=["module", "function"])
-def test_classes_on_the_last_axis_are_refused(optimizer: Any, inject: Any, dtype: torch.dtype, loss: Any) -> None:
-    model = nn.Linear(5, 3).to(dtype)
-    opt = optimizer(model, loss=loss, inject=inject)
-    value = F.cross_entropy(model(X.to(dtype)).flatten(0, 1).float(), Y.flatten())
-    with pytest.raises(ValueError, match=r"axis 1 of the model's output, found \(8, 4, 3\).*movedim"):
-        value.backward()
-    assert opt.steps == 0
-
-
 class Tokens(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, axis: int = 1) -> None:
         super().__init__()
+        self.axis = axis
         with seeded(1):
             self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x).movedim(-1, 1)
+        return self.head(x).movedim(-1, self.axis)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy], ids=["module", "function"])
+def test_classes_on_the_last_axis_have_the_same_curvature(optimizer: Any, loss: Any) -> None:
+    """Steps are those of a model that has its classes on axis 1."""
+    ends = []
+    for axis in (1, -1):
+        model = Tokens(axis).double()
+        opt = optimizer(model, loss=loss, inject=curvature.exact())
+        for _ in range(6):
+            opt.zero_grad()
+            out = model(X.double())
+            F.cross_entropy(out if axis == 1 else out.flatten(0, 1), Y if axis == 1 else Y.flatten()).backward()
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends)
+
+
+def test_the_axis_of_classes_is_part_of_a_checkpoint() -> None:
+    models, ends = [Tokens(-1).double() for _ in range(2)], []
+    opts = [KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled()) for model in models]
+    for k in range(8):
+        if k == 4:
+            models[1].load_state_dict(models[0].state_dict())
+            opts[1].load_state_dict(opts[0].state_dict())
+        for model, opt in list(zip(models, opts, strict=True))[: 1 if k < 4 else 2]:
+            opt.zero_grad()
+            F.cross_entropy(model(X.double()).flatten(0, 1), Y.flatten()).backward()
+            opt.step()
+    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+    assert torch.equal(*ends)
 
 
 @OPTIMIZERS
