@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor], Loss]]] = 
     "cnn": lambda: (normalised(8, 16, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
     "gpt2": lambda: (GPT(50, 32, 32, 2, 4), characters(), token_loss),
     "gpt6": lambda: (GPT(50, 32, 32, 6, 4), characters(), token_loss),
-    "lstm": lambda: (LSTM(50, 48), characters(), token_loss),
+    "lstm": lambda: (LSTM(50, 48, 50), characters(), token_loss),
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
