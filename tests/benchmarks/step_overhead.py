@@ -41,6 +41,7 @@ from optimizers import KFAC, NaturalGradient
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for support
 Loss = Callable[[Tensor, Tensor], Tensor]
 KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
+SHOWN = "ordinary", "renewing"
 PARTS = "capture", "factors", "inverses", "direction"  # of an optimizer's own clock; the last is in ordinary steps, too
 
 
@@ -101,7 +102,7 @@ def overhead(name: str, optimizer: str, steps: int, simdev: Any) -> list[str]:
                 )
     forms = {"launches": ".0f", "passes": ".1f", "waits": ".0f"}
     median = lambda key, form: f"{statistics.median(seen[key]):{form}}" if key in seen else "-"
-    cells = [median((what, kind), form) for kind in KINDS for what, form in forms.items()]
+    cells = [median((what, kind), form) for kind in SHOWN for what, form in forms.items()]
     waits = list(itertools.chain(*(seen["waits", kind] for kind in KINDS)))
     return [name, optimizer, *cells, f"{statistics.fmean(waits):.2f}" if waits else "-"]
 
@@ -175,7 +176,7 @@ def main(args: Sequence[str] | None = None) -> None:
         head = ["family", "SGD, ms", "mean", *KINDS, *PARTS]
         return printed(head, "lr", (prices(name, options.optimizer, options.steps) for name in names))
     simdev = simulated_device()
-    head = ["model", "optimizer", *(f"{kind}: {what}" for kind in KINDS for what in ("launches", "passes", "waits"))]
+    head = ["model", "optimizer", *(f"{kind}: {what}" for kind in SHOWN for what in ("launches", "passes", "waits"))]
     pairs = itertools.product(options.only, OPTIMIZERS)
     printed([*head, "waits of a mean step"], "llr", (overhead(*pair, options.steps, simdev) for pair in pairs))
     if simdev:
