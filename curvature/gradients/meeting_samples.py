@@ -161,7 +161,8 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
                 raise
             log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
             continue
-        if not _differ(_rows(output, kept, batch), _rows(found, places, other)):
+        unit = _rows(output, everything, batch) if other.count == 1 else None
+        if not _differ(_rows(output, kept, batch), _rows(found, places, other), unit):
             continue
         if other.count == 1 and end.differs(other_end.states):  # nor would a gradient show what goes by place
             continue
@@ -240,12 +241,13 @@ def _some_rows(t: Tensor, kept: Tensor, count: int, dim: int) -> Tensor:
     return t.movedim(dim, 0).reshape(count, -1)[kept.to(t.device)]
 
 
-def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
+def _differ(first: list[Tensor], second: list[Tensor], unit: list[Tensor] | None = None) -> bool:
     """Whether samples' rows differ by more than rounding, relative to their own size; the root of the mean square.
 
-    Rows that are not finite say nothing.
+    Rows that are not finite say nothing. Passes over another number of samples round in another way, where sums of a
+    layer may cancel: they differ if that is far more, relative to the largest row of `unit`.
     """
-    for a, b in zip(first, second, strict=False):
+    for k, (a, b) in enumerate(zip(first, second, strict=False)):
         if a.shape != b.shape or not a.numel():
             continue
         kind = torch.promote_types(a.dtype, b.dtype)
@@ -254,7 +256,11 @@ def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
         size, off = norms(a), norms(a - b)
         finite = size.isfinite() & off.isfinite()
         size, off = size[finite], off[finite]
-        if len(size):
+        if len(size) and unit is not None:
+            largest = norms(unit[k]).nan_to_num(0.0, 0.0).amax()
+            if off.amax() > eps**0.5 * torch.maximum(size.amax(), largest):
+                return True
+        elif len(size):
             floor = (4 * eps * size.amax()).clamp(min=torch.finfo(size.dtype).tiny)
             if (off / (size + floor)).square().mean().sqrt() > 4 * eps**0.75:
                 return True

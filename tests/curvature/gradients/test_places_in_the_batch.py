@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from support.cases.case import Raw
+from support.cases.case import Raw, seeded
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 
@@ -107,3 +107,21 @@ def test_a_model_that_takes_no_single_sample_is_not_refused() -> None:
 def test_draws_of_each_sample_are_not_taken_for_places() -> None:
     model = Raw(lambda m, x: m.b(m.a(x) + 0.1 * torch.randn(len(x), 5)), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
     curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_where_a_layer_cancels_says_nothing(seed: int) -> None:
+    """One sample alone is rounded in another way, and its output is as small as the rounding of what it consists of."""
+    with seeded(seed):
+        model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1, bias=False))
+        x, y = torch.cat([torch.randn(19, 1), 1e-5 * torch.randn(1, 1)]), torch.randn(20, 1)
+        with torch.no_grad():
+            model[0].bias.mul_(0.01)
+            model[0].weight[32:], model[0].bias[32:] = 1.01 * model[0].weight[:32], model[0].bias[:32]
+            model[2].weight[:, :32] = 100 * torch.randn(32)
+            model[2].weight[:, 32:] = -model[2].weight[:, :32]
+    found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
+    model.zero_grad()
+    nn.MSELoss()(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name].mean(0), p.grad, rtol=1e-3, atol=1e-3)
