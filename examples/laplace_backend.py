@@ -88,7 +88,7 @@ class CurvatureBackend(CurvatureInterface):
 
 
 class FisherBackend(CurvatureBackend):
-    """Matrices that are sums of outer products of vectors sent back."""
+    """Matrices that are sums of outer products of backpropagated vectors."""
 
     def inject(self, mc_samples: int | None) -> Injection:
         """The vectors whose outer products make up the matrix."""

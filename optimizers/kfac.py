@@ -41,7 +41,7 @@ class KFAC(SecondOrderOptimizer):
                 opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); return loss
             opt.step(closure)
 
-    At steps that renew the curvature, KFAC backpropagates vectors from the model's output right after the forward pass.
+    At steps that update the curvature, KFAC backpropagates vectors from the model's output right after the forward pass.
     It trains every parameter that requires a gradient: those without Kronecker factors by a diagonal of the same
     curvature; `report()` says which and why.
 
@@ -67,7 +67,7 @@ class KFAC(SecondOrderOptimizer):
     arXiv:2405.15603), and minimizes the exact quadratic model over their layerwise directions and the last
     displacements. It never takes a step that raises the loss. `damping` is then added to ``J^T J``, in
     residual^2 / parameter^2 (None: Levenberg-Marquardt); `momentum` only says whether the last displacements are used
-    (zero: no); `adaptive`, `step_rule` and the arguments on factors and their renewal have no effect.
+    (zero: no); `adaptive`, `step_rule` and the arguments on factors and their updates have no effect.
 
     Args:
         model: the module that the training loop calls.
@@ -91,12 +91,11 @@ class KFAC(SecondOrderOptimizer):
             inverted in a fraction of the time. None: factors are whole. Those of more than 2,048 rows are sketches
             in either case.
         adaptive: find step size, momentum and damping; `step` then needs a closure.
-        factor_decay: decay of the running averages of the factors, per renewal.
-        factor_every: steps from one renewal of the factors to the next, shorter at first, growing by one step every ten
-            steps. None: likewise up to ten, and up to fifty where a renewal changes the factors by less than a tenth;
-            with `adaptive` 3.
-        decompose_every: steps from one inversion of a block to the next, at steps that renew; likewise. None: once the
-            factors of the block have changed by a tenth, or by more where a block is large; with `adaptive` 3.
+        factor_decay: decay of the running averages of the factors, per update.
+        factor_every: steps from one update of the factors to the next, fewer at first: one more every ten steps. None: up to
+            ten in this way, and up to fifty where an update changes the factors by less than a tenth; with `adaptive` 3.
+        decompose_every: steps from one inversion of a block to the next, at steps that update the factors, and fewer at
+            first. None: once the factors of the block have changed by a tenth, or by more where a block is large; with `adaptive` 3.
         seed: of the random vectors; the global random state is not touched.
         distributed: how the processes of torch.distributed share the work, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each

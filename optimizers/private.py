@@ -33,13 +33,13 @@ class Private:
         loss: a torch loss module or ``loss(output, target) -> scalar``; steps are for its mean over samples, whatever
             its reduction. Under class weights, and where tokens are ignored, a sample counts with ``(1/T) sum_t w_t
             l_t`` over its T terms: as much beside the others as in the loss of the batch, but not divided by the
-            weights of all, which would tell who is there. Other losses that divide by such weights are logged: make
+            weights of all, which would reveal who is in it. Other losses that divide by such weights are logged: make
             them ``(w * l).mean()``.
         max_norm: to which each sample's gradient is clipped, in units of loss / parameter.
         noise: the noise multiplier of the accountants: standard deviation of the noise on the clipped sum, in units of
             ``max_norm``.
-        expected_batch_size: the sampling rate times the number of training samples. The number drawn does not count:
-            it would tell who is there.
+        expected_batch_size: the sampling rate times the number of training samples. The number drawn would reveal
+            who is in the batch.
         microbatch: samples at a time, which bounds memory; the result is the same.
         generator: for the noise; its state is saved. By default torch's own.
         sample_dim: as for `curvature.per_sample_gradients`.

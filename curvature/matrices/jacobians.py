@@ -48,7 +48,7 @@ def per_sample_jacobians(
             draws random numbers.
         TypeError: an argument or an output of the wrong kind.
 
-    One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
+    One forward pass, and one backpropagated vector for each entry of a sample's output, all at once.
     """
     source = DataSource(model, None, (x, None), sample_dim, parameters=parameters)
     batch, space = source.batch(x, None), source.space

@@ -178,7 +178,7 @@ class Tape:
         return frozenset(pairwise([None, *self.functions]))
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
-        """Send vectors back from the output.
+        """Backpropagate vectors from the output.
 
         Args:
             output: what the model returned, or anything computed from it; one tensor or several.

@@ -18,7 +18,7 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
     """What each weight is worth: by how much the loss rises, to second order, if it is set to zero.
 
     With a `Diagonal` this is ``1/2 (K_qq + damping) w_q^2``, optimal brain damage (LeCun, Denker and Solla 1989). With
-    any other matrix, all other weights of its block make up for the loss as well as they can:
+    any other matrix, after the best adjustment of all other weights of its block:
     ``1/2 w_q^2 / [(K + damping I)^-1]_qq``, optimal brain surgeon (Hassibi and Stork 1992). Kronecker factors give
     that diagonal from their eigenvectors, without the matrix.
 
@@ -48,7 +48,7 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
 def prune(
     K: Operator, model: Parameters, sparsity: Sparsity, damping: float | None = None, *, rounds: int = 10
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Set the weights with the least `saliencies` to zero, and let all others make up for it.
+    """Set the weights with the least `saliencies` to zero, and adjust all others to compensate.
 
     The others are where the quadratic model ``1/2 (w - theta)^T (K + damping I) (w - theta)`` of the loss has its
     minimum: what optimal brain surgeon reaches, one weight after the other, by steps
@@ -58,7 +58,7 @@ def prune(
     weights that are left (with many rounds this is the original algorithm), others by that of the whole block.
 
     Args:
-        K: as for `saliencies`. A `Diagonal` lets no weight make up for another, and one of ones is magnitude pruning.
+        K: as for `saliencies`. With a `Diagonal` the others stay, and one of ones is magnitude pruning.
         model: as for `saliencies`.
         damping: as for `saliencies`.
         sparsity: the share of zeros, 0 to 1, of all weights of K together: parameters with at least two dimensions.

@@ -62,9 +62,9 @@ def quantize(
     """Round weights to 2^bits levels per row, so that the loss rises as little as can be.
 
     The levels of a row (an entry of a parameter's first dimension) go in equal steps from its least to its largest
-    weight, zero among them. Weights are rounded one after the other, and those to come make up for the error: with the
-    factor A alone this is GPTQ (Frantar et al. 2022, arXiv:2210.17323); with both factors of ``kron(B, A)`` other rows
-    make up for it, too. Inputs and outputs with the most curvature come first, biases last. Weights that are zero stay
+    weight, zero among them. Weights are rounded one after the other, and those to come are adjusted for the error: with
+    the factor A alone this is GPTQ (Frantar et al. 2022, arXiv:2210.17323); with both factors of ``kron(B, A)`` in
+    other rows, too. Inputs and outputs with the most curvature come first, biases last. Weights that are zero stay
     zero, so that `prune` may come before.
 
     Args:
