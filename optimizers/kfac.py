@@ -41,7 +41,7 @@ class KFAC(SecondOrderOptimizer):
                 opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); return loss
             opt.step(closure)
 
-    At steps that update the curvature, KFAC backpropagates vectors from the model's output right after the forward pass.
+    At steps that update the curvature, KFAC backpropagates vectors from the model's output after the forward pass.
     It trains every parameter that requires a gradient: those without Kronecker factors by a diagonal of the same
     curvature; `report()` says which and why.
 
@@ -92,10 +92,12 @@ class KFAC(SecondOrderOptimizer):
             in either case.
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per update.
-        factor_every: steps from one update of the factors to the next, fewer at first: one more every ten steps. None: up to
-            ten in this way, and up to fifty where an update changes the factors by less than a tenth; with `adaptive` 3.
+        factor_every: steps from one update of the factors to the next, fewer at first: one more every ten steps. None:
+            up to ten in this way, and up to fifty where an update changes the factors by less than a tenth; with
+            `adaptive` 3.
         decompose_every: steps from one inversion of a block to the next, at steps that update the factors, and fewer at
-            first. None: once the factors of the block have changed by a tenth, or by more where a block is large; with `adaptive` 3.
+            first. None: once the factors of the block have changed by a tenth, or by more where a block is large; with
+            `adaptive` 3.
         seed: of the random vectors; the global random state is not touched.
         distributed: how the processes of torch.distributed share the work, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each

@@ -31,8 +31,8 @@ def output_changes(
 ) -> list[list[Tensor]]:
     """``J d`` for every direction d: how outputs change, to first order, as the parameters move along it.
 
-    Differentiates the backward pass, which is linear in the backpropagated vectors, and so needs no forward-mode rules. A
-    direction costs only the part of the network behind the parameters that it moves. Where the graph has functions of
+    Differentiates the backward pass, which is linear in the backpropagated vectors, and so needs no forward-mode rules.
+    A direction costs only the part of the network behind the parameters that it moves. Where the graph has functions of
     your own, a backward pass of a random vector checks that theirs can be differentiated. If a function's cannot, each
     entry of the outputs takes a backward pass, and the log says so.
 

@@ -56,7 +56,8 @@ def fisher_diagonal(
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
             dict of keyword arguments. All builders take x and y as two arguments, too.
         inject: `exact`, `sampled`, `propagated`, `isotropic` or `empirical`.
-        parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that nothing is backpropagated to them or held for them; None: all that require a gradient.
+        parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that
+            nothing is backpropagated to them or held for them; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
         generator: for the random injections, on any device. None: a new one with a fixed seed, so that every
             call draws the same numbers. For independent estimates pass one generator to all calls. The global random
