@@ -40,8 +40,7 @@ def clipped_gradient(
     `per_sample_gradients`. One sample more or less changes the sum by ``max_norm`` at most, whatever the loss's
     reduction. Divide by the expected batch size, not by the number of samples drawn, to get the mean. ``model``,
     ``loss``, ``x``, ``y``, ``parameters`` and ``sample_dim`` are those of `per_sample_gradients`. A batch may be empty.
-    If the loss divides by the weights or tokens of the whole batch, which would reveal who is in it, the samples' own
-    losses count alike instead, and the log says so.
+    Losses that divide by the weights of the whole batch (which reveal who is in it) are logged: own losses count alike.
 
     Args:
         max_norm: to which each g_n is clipped, in units of loss / parameter.
