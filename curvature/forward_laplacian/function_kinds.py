@@ -36,7 +36,7 @@ METADATA = properties(
 # Without derivative: the result is that of the value.
 VALUES = properties("data") | functions_named(
     "detach eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ not_equal less less_equal greater "
-    "greater_equal isnan isinf isfinite isclose allclose equal argmax argmin argsort sign sgn signbit floor ceil round "
+    "greater_equal isnan isinf isfinite isclose allclose equal argmax argmin argsort sign signbit floor ceil round "
     "trunc fix heaviside floor_divide __floordiv__ logical_and logical_or logical_not logical_xor any all "
     "count_nonzero nonzero argwhere searchsorted bucketize __bool__ __float__ __int__ __index__ item tolist "
     "__contains__ bincount long int bool short histc"
@@ -47,7 +47,7 @@ LINEAR = properties("T mT H mH real") | functions_named(
     "adjoint expand broadcast_to repeat tile repeat_interleave __getitem__ select narrow index_select gather "
     "take_along_dim take masked_select diagonal diag_embed diag tril triu flip fliplr flipud rot90 roll unfold "
     "split split_with_sizes tensor_split chunk unbind hsplit vsplit dsplit unsafe_chunk unsafe_split "
-    "sum nansum mean cumsum trace contiguous clone alias double float half bfloat16 cpu cuda positive __pos__ neg "
+    "sum mean cumsum trace contiguous clone alias double float half bfloat16 cpu cuda positive __pos__ neg "
     "negative __neg__ pixel_shuffle pixel_unshuffle channel_shuffle view_as_real im2col col2im avg_pool1d avg_pool2d "
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d "
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
@@ -66,7 +66,7 @@ BILINEAR = functions_named("bmm einsum outer ger inner dot vdot tensordot kron c
 MATMUL = functions_named("matmul __matmul__ mm") | {torch.linalg.matmul}
 # Entry by entry, in any number of tensors that are broadcast.
 POINTWISE = functions_named(
-    "tanh sin cos exp sigmoid square expit "
+    "tanh sin cos exp sigmoid square expit sgn "
     "tan sinh cosh asin acos atan asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh exp2 expm1 log log1p "
     "log2 log10 sqrt rsqrt reciprocal abs absolute __abs__ erf erfc erfinv lgamma digamma sinc logit log_sigmoid "
     "entr ndtr softplus elu selu celu gelu silu mish hardtanh relu relu6 leaky_relu softshrink hardshrink threshold "

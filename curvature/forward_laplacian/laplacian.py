@@ -144,8 +144,8 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm)
     for column in u.reshape(len(u), -1).unbind(1):
         grad = _gradient(column, y)
         grads.append(grad)
-        weighted = form.times(grad.flatten(1).mT)
-        seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
+        weighted = form.times(grad.reshape(len(y), -1).mT)
+        seconds = [_gradient(part, y).reshape(len(y), -1)[:, k] for k, part in enumerate(weighted)]
         sums.append(torch.stack(seconds).sum(0))
     result = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
     if x.requires_grad or any(leaf is not y for t in result for leaf in recording.graph_leaves(t)):

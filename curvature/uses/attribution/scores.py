@@ -215,10 +215,10 @@ def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
     """Inner products (Q, N) of queries (Q, *shape) with the gradients of one parameter."""
     if all(isinstance(term, OuterProduct) and term.places == 1 for term in parts):  # larger than its two sides
         return stack([stack([term.inner_products(v) for term in parts]).sum(0) for v in queries])
-    flat = queries.flatten(1)
+    flat = queries[:, None].flatten(1)  # a scalar has no axis of its own
     count, step = len(parts[0]), max(1, ENTRIES // max(1, flat.shape[1]))
     chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
-    rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
+    rows = (gradients([term.samples(chunk) for term in parts])[:, None].flatten(1) for chunk in chunks)
     return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
 
 
