@@ -79,9 +79,8 @@ class DenseBlock(QuadraticBlock):
     @full_precision()
     def remove(self, free: Tensor, rtol: float | None = None) -> None:
         self.free, self.w = free, self.w * free
-        if free.any():
-            self.prepare()
-            self.w[free] -= self.inverse @ self._product((self.w - self.start)[:, None])[free, 0]
+        self.prepare()
+        self.w[free] -= self.inverse @ self._product((self.w - self.start)[:, None])[free, 0]
 
 
 def quadratic_block(block: Operator, damping: float, start: Tensor) -> QuadraticBlock:
