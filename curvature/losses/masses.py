@@ -119,7 +119,7 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
     if count == 1:
-        return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(dtype)[None]
+        return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(output.real)[None]
     return shares_of_parts(loss, [output], count, output_dim, whole, alone)
 
 
@@ -154,7 +154,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
         whole: from such outputs to the loss of the batch.
         alone: to the samples' own losses (N,).
     """
-    by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0]) for t in parts], 1)
+    by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0].real) for t in parts], 1)
     rows: list[tuple[Tensor, Tensor]] = []
     first: tuple[Tensor, Point] | None = None
     empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
@@ -173,7 +173,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
         if all(g.isfinite().all() for g in batch):
             rows.append((by_sample(batch), by_sample(slope).nan_to_num(0.0, 0.0, 0.0)))
     if not rows:
-        return outputs[0].new_zeros(count)
+        return outputs[0].real.new_zeros(count)
     found, key = found_of(loss), ("repeats", tuple(t.shape for t in outputs), outputs[0].dtype)
     try:
         result = _quotients(loss, rows, empty)
@@ -191,7 +191,7 @@ def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses,
     assert first is not None
     outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
     again, (value, slope) = _slope(whole, outputs)[0], first
-    size = float(sum((g * x).abs().sum() for g, x in zip(slope, outputs, strict=True)))
+    size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
         why = (
@@ -237,9 +237,14 @@ def _slope(losses: Losses, point: Point) -> tuple[Tensor, Point]:
     with torch.enable_grad():
         values = losses(point)
         if not values.requires_grad:
-            return values, [torch.zeros_like(part) for part in point]
+            return values, [torch.zeros_like(_as_real(part)) for part in point]
         slope = torch.autograd.grad(values.sum(), point, materialize_grads=True, allow_unused=True)
-    return values.detach(), slope
+    return values.detach(), [_as_real(part) for part in slope]
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones."""
+    return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x
 
 
 def _is_known(rows: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -86,7 +86,7 @@ class OutputBatch:
         """
         if not isinstance(output, Tensor) or not output.is_floating_point():
             found = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"output must be a floating point tensor of shape (N, ...), got {found}")
+            raise ValueError(f"output must be a real floating point tensor of shape (N, ...), got {found}")
         if output.ndim == 0 or output.numel() == 0:
             raise ValueError(f"output must have at least one sample along dim 0, got shape {tuple(output.shape)}")
         count = len(output) if count is None else count
@@ -238,7 +238,10 @@ class OutputBatch:
         if target is None:
             for name in row.weights if strict else ():
                 if getattr(loss, name) is not None:
-                    raise ValueError(f"{name_of(loss)} has {name}=, which needs targets: pass target=")
+                    raise ValueError(
+                        f"{name_of(loss)} has {name}=, which needs the target, and that is missing: pass target= (in an "
+                        "optimizer, which does not see it, choose isotropic() or empirical())"
+                    )
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:

@@ -335,7 +335,7 @@ def test_refuses_losses_that_are_not_differentiable():
     ],
 )
 def test_refuses_weights_without_target(find, loss, name):
-    with pytest.raises(ValueError, match=f"has {name}=, which needs targets"):
+    with pytest.raises(ValueError, match=f"has {name}=, which needs the target"):
         find(loss, randn(3, C))
 
 

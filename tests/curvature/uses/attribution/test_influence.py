@@ -47,6 +47,29 @@ MATRICES: dict[str, Callable[..., curvature.Operator]] = {
 }  # fmt: skip
 
 
+class Scaled(nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.tensor(1.3)), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.scale * x))
+
+
+@pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place])
+def test_parameters_without_axes(score: Callable[..., Any]) -> None:
+    with seeded(0):
+        model = Scaled().double()
+        train, query = ((torch.randn(n, 2).double(), torch.arange(n) % 3) for n in (7, 4))
+    K = curvature.gauss_newton(model, LOSS, train)
+    expected = scores(K.to_dense(), own_gradients(model, LOSS, *query), own_gradients(model, LOSS, *train), D)
+    found = score(model, LOSS, train, query, K, damping=D)
+    parts = [found] if isinstance(found, Tensor) else [part.reshape(4, 7, -1).sum(2) for part in found.values()]
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("name", MATRICES)
 def test_scores_are_those_of_the_dense_matrix(name: str, device: str) -> None:

@@ -57,6 +57,19 @@ def test_a_dense_matrix_with_a_round_for_each_weight_is_optimal_brain_surgeon():
         assert set(gone.nonzero()[:, 0].tolist()) == set(removed)
 
 
+def test_a_block_without_weights_before_the_last_round():
+    source = Source()
+    space = source.space(a=(2, 2), b=(2, 3))
+    blocks = [Dense(space.subspace([name]), source.definite(d=d)) for name, d in (("a", 4), ("b", 6))]
+    matrix, w = BlockDiagonal(space, blocks), source.normal(10)
+    w[:4] *= 1e-6
+    new, masks = curvature.prune(matrix, space.split(w), 0.8, 0.01, rounds=10)
+    assert not masks["a"].any() and int(masks["b"].sum()) == 2
+    H = matrix.to_dense() + 0.01 * torch.eye(10).to(w)
+    gone = (~torch.cat([masks[name].flatten() for name in space.names])).nonzero()[:, 0].tolist()
+    matches(space.flatten(new), oracle.without(H, w, gone), 1e-7)
+
+
 def test_rounds_of_other_matrices_end_where_the_surgeon_ends_with_their_masks():
     model, data = network()
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])
