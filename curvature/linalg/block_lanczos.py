@@ -42,7 +42,7 @@ def largest_eigenpairs(
         values, rotation = symmetric_eigh(core)
         values, rotation = values[-k:], rotation[:, -k:]
         vectors = basis @ rotation
-        residual = (image @ rotation - values * vectors).norm(dim=0).max() / _scale(core)
+        residual = ((image @ rotation - values * vectors) / _scale(core)).norm(dim=0).max()  # squares may underflow
         if residual <= rtol or basis.shape[1] == size:
             return values, vectors
         if basis.shape[1] >= most:

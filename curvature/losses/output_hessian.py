@@ -239,8 +239,8 @@ class OutputBatch:
             for name in row.weights if strict else ():
                 if getattr(loss, name) is not None:
                     raise ValueError(
-                        f"{name_of(loss)} has {name}=, which needs the target, and that is missing: pass target= (in an "
-                        "optimizer, which does not see it, choose isotropic() or empirical())"
+                        f"{name_of(loss)} has {name}=, which needs the target, and that is missing: pass target= (in "
+                        "an optimizer, which does not see it, choose isotropic() or empirical())"
                     )
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])

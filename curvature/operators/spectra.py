@@ -195,9 +195,12 @@ def _lanczos_from_starts(
     basis = starts.new_zeros(count, steps, op.space.size)
     basis[:, 0] = (starts / norms).T
     alphas, betas = starts.new_zeros(count, steps), starts.new_zeros(count, steps - 1)
-    scale = torch.zeros_like(norms)
+    scale, unit = torch.zeros_like(norms), torch.ones_like(norms[0])
     for step in range(steps):
         rows, image = basis[:, : step + 1], (op @ basis[:, step].T).T
+        if step == 0:  # squares of what is far from one underflow
+            unit = torch.where((largest := image.abs().amax()) > 0, largest, unit)
+        image = image / unit
         scale = torch.maximum(scale, image.norm(dim=1))
         alphas[:, step] = (basis[:, step] * image).sum(1)
         if step + 1 < steps:
@@ -210,7 +213,7 @@ def _lanczos_from_starts(
             betas[:, step] = beta
             rest = _orthogonalize(rest / rest.norm(dim=1, keepdim=True), rows)
             basis[:, step + 1] = rest / rest.norm(dim=1, keepdim=True)
-    return alphas, betas, basis
+    return unit * alphas, unit * betas, basis
 
 
 def _orthogonalize(rows: Tensor, basis: Tensor) -> Tensor:

@@ -269,6 +269,19 @@ def test_lanczos_with_all_steps_is_exact(values, device):
     torch.testing.assert_close(found.basis @ found.to_dense() @ found.basis.T, op.matrix, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_lanczos_where_squares_leave_single_precision(size):
+    matrix = Source().definite(d=12)
+    op = Dense(Source(dtype=torch.float32).space(w=(12,)), (size * matrix).float())
+    expected = torch.linalg.eigvalsh(op.matrix.double()) / size
+    alike = lambda found, wanted: torch.testing.assert_close(found.double() / size, wanted, rtol=0, atol=1e-4)
+    alike(torch.linalg.eigvalsh(lanczos(op, 12).to_dense().double()), expected)
+    for k in (1, 3):
+        alike(lanczos_eigenvalues(op, k), expected[-k:])
+    grid, density = (x.double() for x in spectral_density(op, 4000, 12))
+    torch.testing.assert_close(torch.trapezoid(density * grid, grid) / size, expected.mean(), rtol=0.05, atol=0)
+
+
 def test_lanczos_refuses(device):
     op = indefinite(Source(device))
     with pytest.raises(ValueError, match="at least one step"):
