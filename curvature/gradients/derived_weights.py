@@ -91,7 +91,7 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
         slot = next((slot for slot, other in use.slots.items() if other is node), "")
         if use.rule is None or use.rule is not reads[0][0].rule or slot not in use.rule.bias_of:
             return None
-        bias = use.slots.get(use.rule.bias_of[slot])
+        bias = use.slots.get(use.bias_slot(slot) or "")
         if bias is None:
             continue
         if len(bias.names) != 1 or bias.names == node.names:

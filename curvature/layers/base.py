@@ -89,6 +89,10 @@ class Rule:
         """
         raise NotImplementedError
 
+    def bias_slot(self, call: RecordedCall, slot: str) -> str | None:
+        """The bias of a weight, as in `bias_of`; None where this call gives it another factor than the weight."""
+        return self.bias_of.get(slot)
+
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
         """How the output changes, to first order, as the arguments move along `directions`, of their shapes.
 

@@ -212,6 +212,9 @@ class AddMatmulRule(MatmulRule):
     }  # fmt: skip
     operands = ("x", "y")
 
+    def bias_slot(self, call: RecordedCall, slot: str) -> str | None:
+        return self.bias_of.get(slot) if call.args.get("beta", 1) == call.args.get("alpha", 1) else None
+
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         return super().term(call, slot, b * call.args.get("beta" if slot == "input" else "alpha", 1), layout)
 

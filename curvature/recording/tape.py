@@ -126,6 +126,12 @@ class Use:
         known = self.rule is not None and type(self.rule).change is not Rule.change
         return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
 
+    def bias_slot(self, slot: str) -> str | None:
+        """The argument that is one more input of this weight, always one; None without one."""
+        if self.rule is None:
+            return None
+        return self.rule.bias_of.get(slot) if self.call is None else self.rule.bias_slot(self.call, slot)
+
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
 
@@ -137,7 +143,7 @@ class Use:
         if not self.is_unchanged:
             raise Unsupported("the activation was changed in place after it was read")
         term = self.rule.term(self.call, slot, b, layout)
-        return term if self.rule.bias_of.get(slot) in self.slots else without_bias(term)
+        return term if self.bias_slot(slot) in self.slots else without_bias(term)
 
 
 class Tape:
