@@ -92,6 +92,8 @@ def laplace(
     if structure == "last_layer":
         modules = {module_of(name) for name in last}
         names = tuple(name for name in names if module_of(name) in modules)
+        if not names:
+            raise ValueError("structure: no function is seen to read parameters (vmap?), so which layer is the last?")
     curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
     home, parameters = curvature.space.device, dict(model.named_parameters())
     mean = curvature.flatten(parameters)
@@ -131,7 +133,7 @@ def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any)
         output = run.output.detach()
         sums.append(widen(run.batch.loss(output, run.batch.y)))
         counts.append(widen(labels.count(output, run.batch.y)))
-        names = next(use.names for use in reversed(run.tape.uses) if use.names)
+        names = next((use.names for use in reversed(run.tape.uses) if use.names), names)
 
     DataSource(model, summed, data).each(visit)
     return DataFit(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names
