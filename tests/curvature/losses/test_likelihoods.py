@@ -10,30 +10,14 @@ from torch import nn
 
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
-from curvature.losses.output_hessian import OutputBatch
 from curvature.losses.table import is_torch_loss, resolve
 from support.moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
+from support.output_batches import masses_of, root_of, sampler_of
 
 C, PLACES = 3, 2
 DOUBLE = torch.float64
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=DOUBLE)
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum"])
-
-
-def at(loss, output, target=None):
-    return OutputBatch.of(output, loss, target, None, None)
-
-
-def root_of(loss, output, target=None):
-    return at(loss, output, target).root()
-
-
-def sampler_of(loss, output, target=None):
-    return at(loss, output, target).sampler()
-
-
-def masses_of(loss, output, target=None, strict=True):
-    return at(loss, output, target).masses(strict)
 
 
 def products(marginals, shape):

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.output_hessian import OutputBatch
 from support.combinations import member
 from support.moments import (
     MANY,
@@ -23,6 +22,7 @@ from support.moments import (
     source,
     within_five_errors,
 )
+from support.output_batches import masses_of, root_of, sampler_of
 
 C, PLACES = 3, 2
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
@@ -30,22 +30,6 @@ pytestmark = [
     pytest.mark.fast,
     pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)"),
 ]
-
-
-def at(loss, output, target=None):
-    return OutputBatch.of(output, loss, target, None, None)
-
-
-def root_of(loss, output, target=None):
-    return at(loss, output, target).root()
-
-
-def sampler_of(loss, output, target=None):
-    return at(loss, output, target).sampler()
-
-
-def masses_of(loss, output, target=None, strict=True):
-    return at(loss, output, target).masses(strict)
 
 
 def classes(output):

@@ -79,3 +79,14 @@ def test_classes_on_axis_1_and_other_losses_train(optimizer: Any, inject: Any, d
         before = model.head.weight.detach().clone()
         opt.step()
         assert not torch.equal(before, model.head.weight)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_both_axes_take_one_seed(axis: int) -> None:
+    """Processes of which one knows the axis before another go on to draw the same vectors."""
+    model = Tokens(axis)
+    opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled(), seed=5)
+    model(X)
+    expected = torch.Generator().manual_seed(5)
+    torch.randint(1 << 62, (), generator=expected)
+    assert torch.equal(opt.recorder.generator.get_state(), expected.get_state())
