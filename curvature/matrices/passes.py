@@ -179,9 +179,9 @@ class RecordedBatch:
                 return plan
             probed = self.batch.probe(self.output)
             reference = gradients.single_sample_reference(probed, self.one_pass)
-            return gradients.learn(self.batch.model, self.batch.key, self.tape, probed.losses(self.output), reference)[
-                0
-            ]
+            losses = probed.losses(self.output)
+            plan, _ = gradients.learn(self.batch.model, self.batch.key, self.tape, losses, reference)
+            return plan
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
         """This batch, or the same as one sample where its samples meet.
