@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -149,10 +150,12 @@ class Recorder:
         first, source = found.tensors[0], found.sources[0]
         is_open = self._has_classes(self.loss) and not is_isotropic and first is source and first.ndim > 2
         axes = [1, -1] if is_open and not self.class_axis else [self.class_axis or 1]
+        # one seed for both ways, since other processes may know the axis already
+        seed = functools.cache(self._next_seed) if len(axes) > 1 else self._next_seed
         ways = {}
         for axis in axes:
-            both = zip(found.tensors, found.targets, strict=True)
-            vectors = [self._vectors(self.inject, self.loss, x.detach(), y, axis if is_open else 1) for x, y in both]
+            own = functools.partial(self._vectors, self.inject, self.loss, axis=axis if is_open else 1, seed=seed)
+            vectors = [own(x.detach(), y) for x, y in zip(found.tensors, found.targets, strict=True)]
             if is_isotropic:
                 sums = OutputScale.of(found.tensors)
             else:
@@ -198,10 +201,13 @@ class Recorder:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
 
-    def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1) -> Tensor:
-        """The vectors (k, *output.shape), given the axis of classes, if there are any."""
-        processes = self.teams.current().processes
-        draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, self._next_seed).to(output.dtype)
+    def _vectors(
+        self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1,
+        seed: Callable[[], int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The vectors (k, *output.shape), given the axis of classes, if there are any; `seed`: of random ones."""
+        processes, seed = self.teams.current().processes, seed or self._next_seed
+        draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, seed).to(output.dtype)
         if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
         return draw(output, target) if axis == 1 else draw(output.movedim(-1, 1), target).movedim(2, -1)
