@@ -1,6 +1,6 @@
 """Which training digits are behind the mistakes of a network? Influence by EKFAC factors that are kept on disk.
 
-To test the answer, the network is trained again without the digits that it names, and without as many random ones.
+To test the scores, the network is trained again without the highest of them, and without as many random digits.
 
     python examples/attribution.py   # needs scikit-learn: pip install -e ".[demo]"
 """
@@ -55,7 +55,7 @@ for run in ("computed", "computed again: read from the file"):
     print(f"factors, {run}: {time.perf_counter() - began:.2f} s, {FACTORS.stat().st_size / 1e3:.0f} kB")
 
 began = time.perf_counter()
-queries = test_images[mistakes], answers[mistakes]  # why this answer? For the true labels: what taught the right one?
+queries = test_images[mistakes], answers[mistakes]  # what is behind the model's own answers?
 scores = curvature.influence(model, loss, train, queries, K)  # (mistakes, training digits)
 print(f"{scores.numel():,} scores in {time.perf_counter() - began:.2f} s")
 

@@ -1,6 +1,6 @@
-"""KFAC with its defaults against tuned SGD and AdamW: a deep autoencoder of 1,797 real digits.
+"""KFAC with its defaults against tuned SGD and AdamW: a deep autoencoder of scikit-learn's digits.
 
-python examples/demo.py            # a minute on two cores; draws out/demo.png
+python examples/demo.py            # draws out/demo.png
 python examples/demo.py --quick    # a few steps, to see that everything runs
 """
 
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of torch; the model is tiny (%(default)s)")
     parser.add_argument("--device", default=os.environ.get("DEVICE") or "cpu", help="($DEVICE, or cpu)")
     parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the picture (%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--quick", action="store_true", help="at most 4 steps: a test run")
     options = parser.parse_args(argv)
     if options.steps < 4 or options.threads < 1:
@@ -93,7 +93,7 @@ def by_time(runs: Sequence[Run], steps: int) -> str:
 
 
 def figures(runs: Sequence[Run], options: argparse.Namespace, losses: dict[str, dict[float, float]]) -> dict[str, Any]:
-    """What README quotes."""
+    """What the documents quote."""
     return {
         "command": "python examples/demo.py",
         "machine": f"{platform.machine()}, {options.threads} thread, torch {torch.__version__}",

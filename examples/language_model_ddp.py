@@ -1,7 +1,7 @@
 """A language model of characters on the help texts of Python, under DistributedDataParallel on two processes.
 
 Each process draws its own half of every batch; `KFAC` sums its statistics over both and shares the decompositions. The
-loop is that of one process. On GPUs, "gloo" becomes "nccl" and the model goes to its device.
+loop is that of one process. On GPUs, "gloo" becomes "nccl", and model and tensors go to the process's device.
 
     torchrun --standalone --nproc-per-node 2 examples/language_model_ddp.py   # needs nothing beside the package
 """

@@ -1,4 +1,4 @@
-"""An autoencoder of scikit-learn's digits in Lightning, trained with KFAC, beside PCA with as many numbers a digit.
+"""An autoencoder of scikit-learn's digits in Lightning, trained with KFAC, compared with PCA of as many components.
 
 The module is as for any other optimizer: `configure_optimizers` returns `KFAC(self)`.
 
