@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -50,6 +51,32 @@ def test_blocks_print_what_the_page_shows(path: Path) -> None:
     text = path.read_text("utf-8")
     shown, printed = (page_outputs.outputs(page) for page in (text, page_outputs.with_outputs(text)))
     assert shown and page_outputs.agree(shown, printed), printed
+
+
+def prose_of(path: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", path.read_text("utf-8"), flags=re.S | re.M)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Of the headings of a page, as MkDocs and GitHub name them."""
+    found = re.findall(r"^#+ (.*)$", prose_of(path), re.M)
+    headings = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in found]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+# the pages beside docs/notebooks/index.md are made of the notebooks when the site is built
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path.parent.name != "notebooks"], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(path: Path) -> None:
+    missing = []
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", prose_of(path)):
+        name, _, anchor = target.partition("#")
+        page = (path.parent / name).resolve() if name else path
+        has_anchor = page.suffix != ".md" or not anchor or "." in anchor or anchor in anchors_of(page)
+        if not (page.exists() and has_anchor):  # names with dots are objects of the reference
+            missing.append(target)
+    assert not missing
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
