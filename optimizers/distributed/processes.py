@@ -29,9 +29,9 @@ class Distributed:
         group: the processes; None: all of them, once torch.distributed is initialised. With a group of this process
             alone, it trains alone.
         gradient_worker_fraction: fraction of the processes that keep the inverse of a layer, as in KAISA
-            (arXiv:2107.01739). 1: all of them, and an ordinary step needs no communication. 1/size: only the process
-            that computed it, which then sends the preconditioned gradients to all others at every step. In between:
-            groups of ``fraction * size`` processes, which must divide the number of processes. Below 1 a
+            (arXiv:2107.01739). 1: all of them, and an ordinary step sends one small vector. 1/size: only the process
+            that computed it, which then also sends the preconditioned gradients to all others at every step. In
+            between: groups of ``fraction * size`` processes, which must divide the number of processes. Below 1 a
             ``state_dict`` holds only the inverses of its own process; all are recomputed after it is loaded.
 
     Raises:
