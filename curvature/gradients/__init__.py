@@ -7,7 +7,6 @@ pass, take each sample's own loss, find or learn a plan (`plans`), make terms of
 """
 
 from curvature.gradients.batch import Batch, validate_loss
-from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import (
     digests,
     either_form,
@@ -28,13 +27,7 @@ from curvature.gradients.jacobian_products import (
     complete_changes,
     output_changes,
 )
-from curvature.gradients.meeting_samples import (
-    SamplesMeet,
-    require_apart,
-    require_independent_samples,
-    where_samples_meet,
-)
-from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
+from curvature.gradients.meeting_samples import SamplesMeet, require_independent_samples, where_samples_meet
 from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
     check_gradients,
@@ -54,6 +47,7 @@ from curvature.gradients.plans import (
     single_sample_reference,
 )
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
+from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_noise_scale
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "are_adjoint",
@@ -61,7 +55,7 @@ __all__ = [
     "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests", "either_form",
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
-    "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_apart",
+    "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record",
     "require_independent_samples", "require_order", "require_pairs", "require_same", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap",
     "validate_loss", "weighted_gradients", "where_samples_meet",

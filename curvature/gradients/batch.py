@@ -26,14 +26,11 @@ from curvature.recording import (
     unwrap_compiled,
 )
 
+SampleDim = int | tuple[int, int, int]  # the axis of the samples: of all, or of inputs, output and target
+
 
 def validate_loss(loss: Loss) -> Loss:
-    """The loss as a function of (output, target).
-
-    Raises:
-        TypeError: the loss is not callable.
-        ValueError: it has no scalar reduction.
-    """
+    """The loss as a function of (output, target); TypeError or ValueError if it is not callable or no scalar."""
     if not callable(loss):
         raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
     loss = resolve(loss)
@@ -68,20 +65,9 @@ class Batch:
 
     @staticmethod
     def of(
-        model: nn.Module,
-        loss: Loss,
-        x: Any,
-        y: Any,
-        sample_dim: int | tuple[int, int, int] = 0,
-        parameters: Iterable[str] | None = None,
+        model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: SampleDim = 0, parameters: Iterable[str] | None = None
     ) -> Batch:
-        """Check the arguments and count the samples.
-
-        Raises:
-            TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
-            ValueError: the loss has no scalar reduction, no parameter requires a gradient, none is called by one of the
-                names in `parameters`, or sizes disagree.
-        """
+        """Check the arguments of the public functions, and count the samples."""
         model, chosen = unwrap_compiled(model), trained_parameters(model, parameters)
         loss, x = validate_loss(loss), as_arguments(model, x)
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
@@ -107,7 +93,7 @@ class Batch:
             raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
         if any(t.is_inference() for t in tensors_in(x, y)):  # autograd may not keep these
             with torch.inference_mode(False):
-                x, y = (map_tensors(lambda t: t.clone() if t.is_inference() else t, tree) for tree in (x, y))
+                x, y = map_tensors(lambda t: t.clone() if t.is_inference() else t, (x, y))
         return Batch(model, loss, x, y, count, dims, chosen, bags)
 
     @cached_property
@@ -117,12 +103,6 @@ class Batch:
         training = tuple(module.training for module in self.model.modules())
         hooked = tuple(name for name, p in self.parameters.items() if p._backward_hooks)  # of gradients
         return (shapes, self.count, self.takes_logits, self.dims, training, tuple(self.parameters), hooked)
-
-    @property
-    def relates_samples(self) -> bool:
-        """Whether one of several inputs has an entry for each pair of samples, as an adjacency matrix has."""
-        inputs = tensors_in(self.x)
-        return len(inputs) > 1 and any(t.shape == (self.count, self.count) for t in inputs)
 
     @property
     def is_uneven(self) -> bool:
@@ -153,11 +133,7 @@ class Batch:
         return replace(self, x=x, y=y, count=count)
 
     def parts(self, size: int | None, name: str) -> Iterator[tuple[int, slice]]:
-        """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn.
-
-        Raises:
-            ValueError: the size, an argument of this name, is no positive number.
-        """
+        """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn."""
         if size is not None and size < 1:
             raise ValueError(f"{name}: expected a number of samples, found {size}")
         size = self.count if size is None else min(size, self.count)
@@ -173,11 +149,7 @@ class Batch:
         return join_heads(self.loss, logits(output)) if self.takes_logits else output
 
     def loss_of(self, output: Any) -> Tensor:
-        """The loss of the batch.
-
-        Raises:
-            ValueError: it reads more than the logits of the output, of which there are no matrices.
-        """
+        """The loss of the batch; ValueError where it reads more than the logits of the output."""
         try:
             return self.loss(output, self.y)
         except AttributeError as error:
@@ -197,7 +169,7 @@ class Batch:
         model, loss = copy.deepcopy(self.model).double(), self.loss
         if isinstance(loss, nn.Module):
             loss = copy.deepcopy(loss).double()
-        named, (x, y) = dict(model.named_parameters()), (map_tensors(double, tree) for tree in (self.x, self.y))
+        named, (x, y) = dict(model.named_parameters()), map_tensors(double, (self.x, self.y))
         parameters = {name: named[name] for name in self.parameters}
         return replace(self, model=model, loss=loss, x=x, y=y, parameters=parameters)
 
@@ -212,11 +184,9 @@ class Batch:
 
     def gradients(self, output: Any = None) -> dict[str, Tensor]:
         """Gradient of the loss as the user would call it, by one plain backward pass."""
-        parameters = self.parameters
         value = self.loss(self.output() if output is None else output, self.y)
-        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
-        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), dense, strict=True)}
+        found = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
+        return {name: g.to_dense() for name, g in zip(self.parameters, found, strict=True)}
 
 
 def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:

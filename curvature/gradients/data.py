@@ -27,57 +27,50 @@ COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not
 
 def either_form(function: F) -> F:
     """Make a function of (model, loss, x, y, ...) accept ``(x, y)`` as its third argument, without y; and one of
-    (model, loss, data, ...) x and y in place of data, y by position or by name.
-
-    In the second case what follows x is y if it holds a tensor, which no option of these functions does.
-    """
+    (model, loss, data, ...) x and y in place of data, y by position (no option holds a tensor) or by name."""
     signature = inspect.signature(function)
-    arrange = _as_pair if "data" in signature.parameters else _as_two
+    takes_data = "data" in signature.parameters
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = arrange(signature, args, kwargs)
+        has_y = "y" in kwargs or (len(args) > THIRD and bool(tensors_in(args[THIRD])))
+        if takes_data and has_y:
+            args = _with_pair(args, kwargs)
+        elif not (takes_data or has_y):
+            args = _with_two(signature, args, kwargs)
         return function(*args, **kwargs)
 
     return cast("F", wrapper)
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _as_pair(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    by_name = "y" in kwargs
-    if not by_name and (len(args) <= THIRD or not tensors_in(args[THIRD])):
-        return args, kwargs
-    rest = dict(kwargs)
-    x = args[THIRD - 1] if len(args) >= THIRD else rest.pop("x", rest.pop("data", None))
+def _with_pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The positional arguments with the pair in place of x and y; what is given by name changes in place."""
+    others = args[THIRD:] if "y" in kwargs else args[THIRD + 1 :]
+    y = kwargs.pop("y") if "y" in kwargs else args[THIRD]
+    x = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x", kwargs.pop("data", None))
     if isinstance(x, DataLoader):
         raise TypeError("y: the data are a DataLoader, which gives x and y: leave y out")
-    y = rest.pop("y") if by_name else args[THIRD]
-    others = args[THIRD:] if by_name else args[THIRD + 1 :]
-    if len(args) < THIRD:
-        return args, {**rest, "data": (x, y)}
-    return (*args[: THIRD - 1], (x, y), *others), rest
+    if len(args) >= THIRD:
+        return (*args[: THIRD - 1], (x, y), *others)
+    kwargs["data"] = x, y
+    return args
 
 
-def _as_two(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    if "y" in kwargs or (len(args) > THIRD and tensors_in(args[THIRD])):
-        return args, kwargs
+def _with_two(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The same with x and y in place of the pair."""
     try:
-        given = signature.bind(*args, **kwargs).arguments
-        if not isinstance(given["y"], Injection):
-            return args, kwargs
+        if not isinstance(signature.bind(*args, **kwargs).arguments["y"], Injection):
+            return args
     except TypeError:
-        pass
-    by_name = len(args) < THIRD
-    if by_name and "x" not in kwargs:
-        return args, kwargs  # the call says what is missing
-    pair = kwargs["x"] if by_name else args[THIRD - 1]
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or any(isinstance(x, tuple | list) for x in pair[1:]):
+        if len(args) < THIRD and "x" not in kwargs:
+            return args  # the call says what is missing
+    pair = args[THIRD - 1] if len(args) >= THIRD else kwargs["x"]
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[1], tuple | list):
         raise TypeError(f"y: it is missing, and x is no pair (x, y) but {kind_of(pair)}; pass x and y, of one batch")
-    if by_name:
-        return args, {**kwargs, "x": pair[0], "y": pair[1]}
-    return (*args[: THIRD - 1], *pair, *args[THIRD:]), kwargs
+    if len(args) >= THIRD:
+        return (*args[: THIRD - 1], *pair, *args[THIRD:])
+    kwargs["x"], kwargs["y"] = pair
+    return args
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -102,11 +95,7 @@ def _is_batch(entry: Any) -> bool:
 
 
 def require_pairs(data: Any) -> None:
-    """Refuse what is neither a pair nor an iterable of pairs, without iterating.
-
-    Raises:
-        TypeError: a tensor, a mapping, a string, or nothing iterable.
-    """
+    """Refuse what is neither a pair nor an iterable of pairs (TypeError), without iterating."""
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
         raise TypeError(
             f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}{recipe(data)}"
@@ -169,15 +158,7 @@ def require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any],
 
 
 def require_order(data: Any, name: str = "data") -> None:
-    """Refuse a DataLoader that gives its samples in an order that nobody knows afterwards.
-
-    Args:
-        name: of the argument.
-
-    Raises:
-        ValueError: its sampler, or that of its batches, or what that wraps, is one of torch's that draw random numbers,
-            holds a generator, has a true ``shuffle``, or gives other indices the second time.
-    """
+    """Refuse a DataLoader, the argument of this name, whose samples come in an order that nobody knows afterwards."""
     if not isinstance(data, DataLoader):
         return
     found = next(filter(_is_random, _samplers(data)), None)
@@ -191,25 +172,19 @@ def require_order(data: Any, name: str = "data") -> None:
 
 def _samplers(data: DataLoader) -> Iterator[Any]:
     """Those that decide the order, from the outermost to what it wraps."""
-    seen: list[Any] = []
-    todo = [data.batch_sampler, data.sampler]
-    while todo:
-        one = todo.pop(0)
-        if one is None or any(one is other for other in seen):
-            continue
-        seen.append(one)
+    found = [one for one in (data.batch_sampler, data.sampler) if one is not None]
+    for one in found:  # which grows
         yield one
-        own = list(vars(one).values()) if hasattr(one, "__dict__") else []
-        todo += [x for x in own if isinstance(x, Sampler)]
+        held = [x for x in getattr(one, "__dict__", {}).values() if isinstance(x, Sampler)]
+        found += [x for x in held if all(x is not other for other in found)]
 
 
 def _is_random(sampler: Any) -> bool:
-    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) or getattr(
-        sampler, "shuffle", False
-    ):
-        return True
+    """Whether it draws, holds a generator, has a true ``shuffle``, or gives other indices the second time."""
+    drawing = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
     sources = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-    if any(isinstance(x, sources) for x in getattr(sampler, "__dict__", {}).values()):
+    held = getattr(sampler, "__dict__", {}).values()
+    if isinstance(sampler, drawing) or getattr(sampler, "shuffle", False) or any(isinstance(x, sources) for x in held):
         return True
     return not type(sampler).__module__.startswith("torch.") and _changes(sampler)
 

@@ -27,23 +27,21 @@ def pulled_back(node: ParameterNode, terms: list[Term], tape: Tape, skip: set[st
         return {next(iter(node.names)): terms}
     parent = next(iter(node.origin.slots.values()))
     if node.origin.is_transpose:
-        return pulled_back(parent, [_transposed(t) for t in terms], tape, skip)
+        transposed = lambda t: t.transpose() if isinstance(t, OuterProduct) else DenseGradients(t.gradients().mT)
+        return pulled_back(parent, [transposed(t) for t in terms], tape, skip)
     if node.origin.is_move:
         device = parent.tensor.device
         return pulled_back(parent, [map_tensors(lambda x: x.to(device), t) for t in terms], tape, skip)
-    start = _first_row(node)
+    start, shape = _first_row(node), tuple(parent.tensor.shape)
     if start is not None:
-        return pulled_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape, skip)
+        rows = [(t.term, start + t.start) if isinstance(t, RowSlice) else (t, start) for t in terms]
+        return pulled_back(parent, [RowSlice(t, first, shape) for t, first in rows], tape, skip)
     if len({len(term) for term in terms}) > 1:
         raise Unsupported("some reads tell the samples apart, others know only their sum")
     names = sorted(node.names - skip)
     roots = [tape.parameters[name].tensor for name in names]
-    rows = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
-    return {name: [DenseGradients(g)] for name, g in zip(names, rows, strict=True)}
-
-
-def _transposed(term: Term) -> Term:
-    return term.transpose() if isinstance(term, OuterProduct) else DenseGradients(term.gradients().mT)
+    found = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
+    return {name: [DenseGradients(g)] for name, g in zip(names, found, strict=True)}
 
 
 def _first_row(node: ParameterNode) -> int | None:
@@ -57,42 +55,32 @@ def _first_row(node: ParameterNode) -> int | None:
     return int(x.storage_offset() - whole.storage_offset()) // max(1, whole.stride(0))
 
 
-def _row_slice(term: Term, start: int, shape: tuple[int, ...]) -> RowSlice:
-    if isinstance(term, RowSlice):
-        return RowSlice(term.term, start + term.start, shape)
-    return RowSlice(term, start, shape)
-
-
 def computed_weights(tape: Tape) -> list[ParameterNode]:
     """The tensors that were computed from parameters by more than views, and that data met."""
     readers = [use for use in tape.uses if use.edge is not None and not use.results]
     nodes = dict.fromkeys(node for use in readers for node in use.slots.values())
-    return [node for node in nodes if _viewed(node).origin is not None]
+    return [node for node in nodes if not _is_view(node)]
 
 
-def _viewed(node: ParameterNode) -> ParameterNode:
-    """What a tensor is a transpose, a range of the rows, or a copy on another device of."""
-    while (origin := node.origin) is not None and (
-        origin.is_transpose or origin.is_move or _first_row(node) is not None
-    ):
-        node = next(iter(origin.slots.values()))
-    return node
+def _is_view(node: ParameterNode) -> bool:
+    """Whether it is a parameter, or consists of transposes, ranges of rows and copies on other devices of one."""
+    origin = node.origin
+    if origin is None:
+        return True
+    is_plain = origin.is_transpose or origin.is_move or _first_row(node) is not None
+    return is_plain and _is_view(next(iter(origin.slots.values())))
 
 
 def joint_bias(tape: Tape, weight: str) -> str | None:
-    """The bias that is read only where the weight is, with the same rows; None without one.
-
-    A layer of the same kind may read the weight without a bias.
-    """
+    """The bias that is read only where the weight is, with the same rows; None without one."""
     reads = _reads(tape.parameters[weight])
-    found: set[str] = set()
-    joint = 0
+    joint: list[str] = []
     for use, node, start in reads:
         slot = next((slot for slot, other in use.slots.items() if other is node), "")
         if use.rule is None or use.rule is not reads[0][0].rule or slot not in use.rule.bias_of:
             return None
         bias = use.slots.get(use.bias_slot(slot) or "")
-        if bias is None:
+        if bias is None:  # as in another layer of the same kind
             continue
         if len(bias.names) != 1 or bias.names == node.names:
             return None
@@ -100,12 +88,10 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
             return None  # the rows of the weight are its inputs
         if (use, bias, start) not in _reads(tape.parameters[next(iter(bias.names))]):
             return None
-        found |= bias.names
-        joint += 1
-    if len(found) != 1:
+        joint += bias.names
+    if len(set(joint)) != 1:
         return None
-    name = found.pop()
-    return name if len(_reads(tape.parameters[name])) == joint else None
+    return joint[0] if len(_reads(tape.parameters[joint[0]])) == len(joint) else None
 
 
 def layers_of(tape: Tape, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -40,25 +40,22 @@ VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap 
 def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tensor | None = None) -> Terms:
     """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right.
 
-    Args:
-        recorded: the samples' losses (N,) of the recorded pass, if no other pass would be of the same function: it drew
-            random numbers or moved buffers. Each sample's loss is then sent back through it.
+    Where no other pass would be of the function of the recorded one, which drew random numbers or moved buffers, the
+    samples' losses (N,) are sent back through that.
     """
     batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
-    rows: dict[str, Tensor] | None = None
     if recorded is not None:
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
         rows = by_recorded_pass(batch, recorded)
     else:
-        if not plan.loop and not batch.is_uneven:
-            rows = tried_by_vmap(lambda: by_vmap(batch))
-        if rows is not None:
+        found = None if plan.loop or batch.is_uneven else tried_by_vmap(lambda: by_vmap(batch))
+        if found is not None:
             with ModelState(batch.model).again():
                 alone = batch.sample(batch.count - 1).gradients()
-            if differences({k: g[-1] for k, g in rows.items()}, alone):
-                rows = None
-        plan.loop = rows is None
-    return {name: [DenseGradients(g)] for name, g in (by_loop(batch) if rows is None else rows).items()}
+            found = None if differences({k: g[-1] for k, g in found.items()}, alone) else found
+        plan.loop = found is None
+        rows = by_loop(batch) if found is None else found
+    return {name: [DenseGradients(g)] for name, g in rows.items()}
 
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
@@ -88,10 +85,7 @@ def losses_of_parts(batch: Batch, output: Any) -> Tensor:
             )
 
     def loss_of(n: int) -> Tensor:
-        def rows(t: Tensor) -> Tensor:
-            each = t.shape[dim] // count
-            return t.narrow(dim, n * each, each)
-
+        rows = lambda t: t.unflatten(dim, (count, -1)).select(dim, n)
         return batch.loss(map_tensors(lambda t: rows(t) if has_samples(t) else t, output), batch.sample(n).y)
 
     return torch.stack([loss_of(n) for n in range(count)])
@@ -148,38 +142,29 @@ def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
 
 
 def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
-    """(N, *shape) for each parameter, by N backward passes of the graph of the samples' losses.
-
-    Of a small graph some at a time, if the rows add up to what one more pass gives for all.
-    """
-    wanted, held = batch.parameters, max(1, graph_bytes([losses]))
-    at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // held
-    back = lambda at_once: dict(zip(wanted, rows_of_each(losses, list(wanted.values()), losses, at_once), strict=True))
-    if at_once > 1:
-        found, ones = back(at_once), torch.ones_like(losses)[None]
-        total = dict(zip(wanted, gradient_rows(losses, list(wanted.values()), ones), strict=True))
-        if not differences({k: rows.sum(0) for k, rows in found.items()}, {k: g[0] for k, g in total.items()}):
-            return found
-    return back(1)
+    """(N, *shape) for each parameter, by N backward passes of the graph of the samples' losses."""
+    leaves = list(batch.parameters.values())
+    named = lambda rows: dict(zip(batch.parameters, rows, strict=True))
+    at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // max(1, graph_bytes([losses]))
+    if at_once > 1:  # of a small graph, if the rows add up to what one more pass gives for all
+        rows = rows_of_each(losses, leaves, losses, at_once)
+        total = gradient_rows(losses, leaves, torch.ones_like(losses)[None])
+        if not differences(named(own.sum(0) for own in rows), named(own[0] for own in total)):
+            return named(rows)
+    return named(rows_of_each(losses, leaves, losses, 1))
 
 
 def by_vmap(batch: Batch) -> dict[str, Tensor]:
-    """(N, *shape) for each parameter; errors as for `over_samples`."""
+    """(N, *shape) for each parameter."""
     wanted = {k: p.detach() for k, p in batch.parameters.items()}
     chunk = max(1, VMAP_ELEMENTS // max(1, sum(p.numel() for p in wanted.values())))
     return {k: g.detach() for k, g in over_samples(batch, grad, wanted, chunk).items()}
 
 
 def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chunk: int | None = None) -> Any:
-    """What a transform of ``loss(values, x, y)`` gives at ``values`` for every sample alone, by vmap.
+    """What a transform of ``loss(values, x, y)``, as `torch.func.grad` is, gives for every sample alone, by vmap.
 
-    Args:
-        transform: from a function of the parameters by name, the input and the target of one sample, such as
-            `torch.func.grad`, to one of `values`, input and target.
-        chunk: number of samples at a time; None: all.
-
-    Raises:
-        Exception: whatever vmap raises where an operation of the model has no batched form.
+    The loss takes parameters by name, and the input and target of one sample. Chunks are numbers of samples.
     """
     n, (dim, _, target_dim) = batch.count, batch.dims
     has_samples = lambda t: isinstance(t, Tensor) and t.ndim > dim and t.shape[dim] == n
@@ -194,10 +179,7 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
         # each chunk begins from the same
         held.update({k: b.detach().clone() for k, b in buffers.items()})
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(batch.model, held | values, args, kwargs)
-
+        run = lambda *args, **kwargs: functional_call(batch.model, held | values, args, kwargs)
         return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
     each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.functional import ExactNorms
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.jacobian_products import rows_of_each
+from curvature.gradients.jacobian_products import ROWS_ELEMENTS, rows_of_each
 from curvature.gradients.parameter_terms import precise_terms, zeros
 from curvature.gradients.plans import kept_plan, learn
 from curvature.linalg import stack
@@ -38,7 +38,6 @@ from curvature.terms import (
     to_device,
 )
 
-ROWS_ELEMENTS = 1 << 26  # entries of the rows that go back together
 STACKED_ELEMENTS = 1 << 26  # entries of activations and backprops up to which pieces are put together
 NO_PARAMETERS = "model: no parameter requires a gradient"
 
@@ -147,12 +146,8 @@ class Jacobian:
     def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
         """The Jacobians (N, P) of the samples' ``<output, vector>``, a piece for each of k vectors and each length N.
 
-        Args:
-            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
-                parameters that it was made for.
-            vectors: (k, N, ...) for each output. Outputs of one length are of the same samples.
-
-        In single precision at least, whatever the precision of model and outputs.
+        The tape is of the pass that gave the outputs (N, ...); vectors are (k, N, ...) for each of these. Outputs of
+        one length are of the same samples. In single precision at least, whatever that of model and outputs.
         """
         parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
         parts = []
@@ -190,10 +185,9 @@ class Jacobian:
 
     def norms(self) -> Tensor:
         """Squared norms of the rows, (M,)."""
-        squares = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
-        norms = [self._here(own) for own in squares]
-        count = len(self.shapes)
-        return torch.cat([contractions.sum_in_place(norms[k : k + count]) for k in range(0, len(norms), count)])
+        squares = contractions.each_norms_squared(terms[name] for _, terms in self.parts for name in self.shapes)
+        norms, count = map(self._here, squares), len(self.shapes)
+        return torch.cat([contractions.sum_in_place(itertools.islice(norms, count)) for _ in self.parts])
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonal of ``J^T J``, in the shapes of the parameters."""
@@ -217,12 +211,8 @@ class Jacobian:
     def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
         """``J v`` restricted to the parameters of each group: (M, groups)."""
         inner, summed = contractions.inner_products, contractions.sum_in_place
-        return torch.cat(
-            [
-                torch.stack([summed(self._here(inner(terms[k], vector[k])) for k in group) for group in groups], 1)
-                for _, terms in self.parts
-            ]
-        )
+        of_group = lambda terms, group: summed(self._here(inner(terms[k], vector[k])) for k in group)
+        return torch.cat([torch.stack([of_group(terms, group) for group in groups], 1) for _, terms in self.parts])
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:
         """Tensors by name to (P,)."""
@@ -259,11 +249,9 @@ class Jacobian:
         return replace(self, parts=_each(self.parts, contractions.merge_terms))
 
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
-        """The rows of all processes; `objects` is an all-gather of Python objects.
+        """The rows of all processes, and the index of each among those of all processes in order.
 
-        Returns:
-            The Jacobian, with the pieces that all processes have stacked; and for each row its index among the rows of
-            all processes in order.
+        Pieces that all processes have are stacked; `objects` is an all-gather of Python objects.
         """
         # the inputs of norms are recomputed by functions, which cannot be sent, and rows do without
         plain = _each(self.parts, lambda own: [t.direct if isinstance(t, ElementwiseProduct) else t for t in own])
@@ -369,27 +357,22 @@ def _terms(
     require_exact_derivatives(edge)
     tape = tape_from_graph(edge, parameters) if recorded is None else recorded
     tape.graph = graph_signature(edge, parameters.values())
+
+    def reference(n: Tensor) -> dict[str, Tensor]:
+        one = torch.zeros_like(values).index_fill_(0, n, 1)
+        gradients = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
+        return dict(zip(parameters, gradients, strict=True))
+
     key = len(values), recorded is None
     plan = kept_plan(model, key, tape)
     if plan is None:
-        plan, backprops = learn(model, key, tape, values, lambda n: _row(edge, values, n, parameters), edge)
+        plan, backprops = learn(model, key, tape, values, reference, edge)
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)])
     terms, failed = precise_terms(tape, backprops, plan.layouts, plan.general)
-    if failed:
-        terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in failed})
+    general = {name: p for name, p in parameters.items() if name in failed}
+    if general:  # one backward pass for each row
+        step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in general.values())))
+        rows = rows_of_each(edge, list(general.values()), values, step)
+        terms |= {name: [DenseGradients(own)] for name, own in zip(general, rows, strict=True)}
     return {name: terms.get(name) or [zeros(tape, name, len(values))] for name in tape.parameters}
-
-
-def _row(edge: GradientEdge, values: Tensor, n: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    one = torch.zeros_like(values).index_fill_(0, n, 1)
-    gradients = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
-    return dict(zip(parameters, gradients, strict=True))
-
-
-def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Terms:
-    """The general path: one backward pass for each row."""
-    leaves = list(parameters.values())
-    step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in leaves)))
-    rows = rows_of_each(edge, leaves, values, step)
-    return {name: [DenseGradients(own)] for name, own in zip(parameters, rows, strict=True)}

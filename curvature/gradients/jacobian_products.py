@@ -44,23 +44,18 @@ def output_changes(
     Returns:
         For each direction one tensor for each output, of its shape.
     """
-    if not own_functions(outputs):
-        try:
-            return changes_by_backward_passes(outputs, parameters, directions)
-        except RuntimeError as error:
-            if NOT_IMPLEMENTED not in str(error):
-                raise
-    changes = complete_changes(outputs, parameters, directions)
+    changes = complete_changes(outputs, parameters, directions, is_compared=bool(own_functions(outputs)))
     return _by_rows(outputs, parameters, directions) if changes is None else changes
 
 
 def complete_changes(
-    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
-) -> list[list[Tensor]] | None:
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
+    is_compared: bool = True,
+) -> list[list[Tensor]] | None:  # fmt: skip
     """`changes_by_backward_passes`, compared with a vector that goes back; None where torch loses a part of them."""
     try:
         changes = changes_by_backward_passes(outputs, parameters, directions)
-        if are_adjoint(outputs, parameters, directions, changes):
+        if not is_compared or are_adjoint(outputs, parameters, directions, changes):
             return changes
         why = ", ".join(own_functions(outputs)) or "a hook, or one of torch's whose second derivative is not finite"
     except RuntimeError as error:
@@ -97,11 +92,8 @@ def are_adjoint(
     outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
     changes: Sequence[Sequence[Tensor]],
 ) -> bool:  # fmt: skip
-    """Whether changes of the outputs along directions are ``J d``: ``<u, J d> = <J^T u, d>`` for random vectors u.
-
-    What is complex says nothing, nor a gradient that is not finite.
-    """
-    if any(x.is_complex() for x in (*outputs, *parameters.values())):
+    """Whether changes of the outputs along directions are ``J d``: ``<u, J d> = <J^T u, d>`` for random vectors u."""
+    if any(x.is_complex() for x in (*outputs, *parameters.values())):  # which says nothing
         return True
     drawn = torch.Generator().manual_seed(0)
     vectors = [torch.randn(out.shape, generator=drawn, device="cpu").to(out) for out in outputs]
@@ -151,14 +143,7 @@ def _by_rows(
 def batched_vjp(
     outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients (k, *shape) of the inputs for k vectors at once; keeps the graph.
-
-    Args:
-        vectors: (k, *output.shape) for each output.
-
-    Returns:
-        None for an input that the outputs do not depend on.
-    """
+    """Gradients (k, *shape) of the inputs, or None, for vectors (k, *shape) of each output; keeps the graph."""
     derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
     if not inputs:
         return []

@@ -32,35 +32,17 @@ MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 
 @dataclass
 class Verdicts:
-    """What was found at one shape of the input.
+    """What was found at one shape of the input."""
 
-    Attributes:
-        apart: `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are.
-        meeting: by the steps of a pass, the module in which they do.
-        asked: the tape of the last pass that was asked about.
-        versions: of the model's buffers, when last looked at.
-        filled: how many entries of each were not zero: a gate or a mask opens there.
-    """
-
+    # `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are
     apart: set[Any] = field(default_factory=set)
-    meeting: dict[frozenset[Any], str] = field(default_factory=dict)
-    asked: weakref.ref[Tape] | None = None
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    filled: tuple[int, ...] = ()
-
-    def steps_of(self, tape: Tape, model: nn.Module) -> frozenset[Any]:
-        """`Tape.steps`, and what the buffers let through."""
-        buffers = [b for b in model.buffers() if b.layout is torch.strided and not b.is_inference()]
-        versions = [(id(b), b._version) for b in buffers]
-        if versions != self.versions:
-            self.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
-            self.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
-        return tape.steps | {("filled", self.filled)} if self.filled else tape.steps
+    meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
+    asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of the model's buffers, when last looked at
+    filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
 
 
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
-
-
 UNSTEADY = (
     "model: two passes over the same batch differ, from the same buffers and random numbers of torch: its forward pass "
     "depends on something else, such as a counter or random numbers of NumPy. Keep that in a buffer, with which every "
@@ -88,13 +70,6 @@ def require_independent_samples(tape: Tape) -> None:
         )
 
 
-def require_apart(batch: Batch, tape: Tape) -> None:
-    """Raise `SamplesMeet` where a sample's output changes with the others."""
-    where = where_samples_meet(batch, tape)
-    if where:
-        raise SamplesMeet(where)
-
-
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
@@ -102,17 +77,19 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new, or
     entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix samples now; and of every
     pass in which data may say which samples meet: by three passes and the single sample, at the parameters as they are.
-
-    Raises:
-        ValueError: passes over one and the same batch differ, so that none tells of another.
     """
-    shapes = MEETING.setdefault(batch.model, {})
-    known = shapes.get(batch.key) or shapes.setdefault(batch.key, Verdicts())
-    steps = known.steps_of(tape, batch.model)
+    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    buffers = [b for b in batch.model.buffers() if b.layout is torch.strided and not b.is_inference()]
+    versions = [(id(b), b._version) for b in buffers]
+    if versions != known.versions:
+        known.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
+        known.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
+    steps = tape.steps | {("filled", known.filled)} if known.filled else tape.steps
     is_new = not steps <= known.apart
-    # where data say where samples go, or which of them, they say who meets in this very pass
-    is_asked = known.asked is not None and known.asked() is tape
-    if is_asked or not (tape.graph is None or tape.counts or batch.relates_samples):
+    # where data say where samples go, or which of them (as an adjacency matrix does), they say who meets in this pass
+    inputs, pairwise = tensors_in(batch.x), (batch.count, batch.count)
+    is_open = tape.graph is None or tape.counts or (len(inputs) > 1 and any(t.shape == pairwise for t in inputs))
+    if not is_open or (known.asked is not None and known.asked() is tape):
         if not is_new:
             return ""
         if steps in known.meeting:
@@ -153,6 +130,7 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
     cases = [(kept, *_without_others(batch, kept)) for kept in parts]
     cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
     output, end = run(batch)
+    whole = _rows(output, everything, batch)
     for kept, other, places in cases:
         try:
             found, other_end = run(other)
@@ -161,12 +139,12 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
                 raise
             log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
             continue
-        unit = _rows(output, everything, batch) if other.count == 1 else None
+        unit = whole if other.count == 1 else None
         if not _differ(_rows(output, kept, batch), _rows(found, places, other), unit):
             continue
         if other.count == 1 and end.differs(other_end.states):  # nor would a gradient show what goes by place
             continue
-        if _differ(_rows(output, everything, batch), _rows(run(batch)[0], everything, batch)):
+        if _differ(whole, _rows(run(batch)[0], everything, batch)):
             return UNSTEADY
         if not end.differs(other_end.states):
             both = zip(_outputs_of_modules(batch, kept, run), _outputs_of_modules(other, places, run), strict=False)
@@ -177,25 +155,19 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
 
 def _parts(count: int, is_scattered: bool) -> list[Tensor]:
-    """The samples in two parts, drawn or one after the other, each in order; and the last sample.
-
-    The first and the last sample are apart, for models that turn the batch round. The sizes have no divisor in common
-    with that of the batch: wherever groups of one size meet, one of them is divided.
-    """
+    """The samples in two parts, drawn or one after the other, each in order; and the last sample."""
     order = torch.arange(count, device="cpu")
-    if is_scattered:
+    if is_scattered:  # the first and the last sample are apart, for models that turn the batch round
         drawn = torch.Generator().manual_seed(0)
         order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
+    # no divisor in common with the size of the batch: wherever groups of one size meet, one of them is divided
     size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
     return [order[:size].sort().values, order[size:].sort().values, order[-1:]]
 
 
 def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
-    """The batch with copies of one kept sample in place of the others, and where the kept ones are.
-
-    Parts that are one after the other stay sorted if the batch is. Bags and packed sequences: kept ones alone.
-    """
-    if batch.is_uneven:
+    """The batch with copies of one kept sample in place of the others, and where the kept ones are."""
+    if batch.is_uneven:  # the kept ones alone
         return batch.part(slice(int(kept[0]), int(kept[-1]) + 1)), torch.arange(len(kept), device="cpu")
     dim, count = batch.dims[0], batch.count
     source = torch.full((count,), int(kept[0] if kept[0] else kept[-1]), device="cpu")
@@ -230,23 +202,16 @@ def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState) -> bool:
     return _differ([g.reshape(1, -1) for g in slopes], [g.reshape(1, -1) for g in own])
 
 
-def _rows(output: Any, kept: Tensor, batch: Batch) -> list[Tensor]:
-    return [_some_rows(t, kept, batch.count, batch.dims[1]) for t in tensors_in(output)]
-
-
-def _some_rows(t: Tensor, kept: Tensor, count: int, dim: int) -> Tensor:
-    """The entries of these samples (len(kept), entries); nothing where they cannot be told."""
-    if t.ndim <= dim or not t.is_floating_point() or not t.numel() or t.shape[dim] % count:
-        return t.new_zeros(0)
-    return t.movedim(dim, 0).reshape(count, -1)[kept.to(t.device)]
+def _rows(output: Any, kept: Tensor, batch: Batch, axis: int | None = None) -> list[Tensor]:
+    """The entries of these samples (len(kept), entries) of each tensor; nothing where they cannot be told."""
+    dim, count = batch.dims[1] if axis is None else axis, batch.count
+    is_told = lambda t: t.ndim > dim and t.is_floating_point() and t.numel() and t.shape[dim] % count == 0
+    rows = lambda t: t.movedim(dim, 0).reshape(count, -1)[kept.to(t.device)]
+    return [rows(t) if is_told(t) else t.new_zeros(0) for t in tensors_in(output)]
 
 
 def _differ(first: list[Tensor], second: list[Tensor], unit: list[Tensor] | None = None) -> bool:
-    """Whether samples' rows differ by more than rounding, relative to their own size; the root of the mean square.
-
-    Rows that are not finite say nothing. Passes over another number of samples round in another way, where sums of a
-    layer may cancel: they differ if that is far more, relative to the largest row of `unit`.
-    """
+    """Whether samples' rows differ by more than rounding, relative to their own size; the root of the mean square."""
     for k, (a, b) in enumerate(zip(first, second, strict=False)):
         if a.shape != b.shape or not a.numel():
             continue
@@ -256,7 +221,7 @@ def _differ(first: list[Tensor], second: list[Tensor], unit: list[Tensor] | None
         size, off = norms(a), norms(a - b)
         finite = size.isfinite() & off.isfinite()
         size, off = size[finite], off[finite]
-        if len(size) and unit is not None:
+        if len(size) and unit is not None:  # passes over other numbers of samples: sums of a layer may cancel otherwise
             largest = norms(unit[k]).nan_to_num(0.0, 0.0).amax()
             if off.amax() > eps**0.5 * torch.maximum(size.amax(), largest):
                 return True
@@ -271,11 +236,10 @@ def _noise(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     """By how much to move each parameter."""
     generator = torch.Generator().manual_seed(0)
     moves = []
-    for p in model.parameters():
-        if p.is_floating_point():
-            drawn = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype)
-            size = p.detach().square().mean().sqrt() if p.numel() else 0.0
-            moves.append((p, drawn * (size + 0.1) * STEP))
+    for p in filter(torch.is_floating_point, model.parameters()):
+        drawn = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype)
+        size = p.detach().square().mean().sqrt() if p.numel() else 0.0
+        moves.append((p, drawn * (size + 0.1) * STEP))
     return moves
 
 
@@ -284,7 +248,7 @@ def _outputs_of_modules(batch: Batch, kept: Tensor, run: Callable[[Batch], Any])
     seen: list[tuple[str, list[Tensor]]] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        seen.append((name, [_some_rows(t.detach(), kept, batch.count, 0) for t in tensors_in(output)]))
+        seen.append((name, _rows(output, kept, batch, 0)))
 
     named = [(name, module) for name, module in batch.model.named_modules() if name]
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in named]

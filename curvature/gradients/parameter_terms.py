@@ -18,25 +18,35 @@ UseTerms = dict[str, Term] | None  # by argument; None where a use has no per-sa
 
 
 def terms_by_parameter(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str]) -> tuple[Terms, set[str]]:
-    """Terms of every parameter, and the names of those that the recorded uses do not explain.
-
-    Args:
-        skip: parameters to leave out; they count as not explained.
-    """
+    """Terms of every parameter, and the names of those that the recorded uses do not explain, or that are skipped."""
     of_uses: list[UseTerms] = [
         None if use.names <= skip else _terms_of_use(use, b, own)
         for use, b, own in zip(tape.uses, backprops, layouts, strict=True)
     ]
     terms: Terms = {}
     failed = set(skip)
-    computed: list[ParameterNode] = []  # from parameters alone, by functions that have no terms
+    nodes: list[ParameterNode] = []  # computed from parameters alone, by functions that have no terms
     for name, node in tape.parameters.items():
         if name not in skip:
             terms[name], results, is_explained = _terms_of_reads(node, of_uses, backprops)
-            computed += results
+            nodes += results
             failed |= set() if is_explained else {name}
-    if computed:
-        _add_computed(tape, computed, of_uses, backprops, skip, terms, failed)
+    seen: set[int] = set()
+    while nodes:  # what parameters do through tensors computed from them
+        node = nodes.pop()
+        if id(node) in seen or node.names <= failed:
+            continue
+        seen.add(id(node))
+        of_node, results, is_explained = _terms_of_reads(node, of_uses, backprops)
+        nodes += results
+        if not is_explained or (of_node and not _is_uncounted(node, of_uses)):
+            failed |= node.names
+        elif of_node:
+            try:
+                for name, of_parameter in pulled_back(node, of_node, tape, skip).items():
+                    terms[name] += of_parameter
+            except Unsupported:
+                failed |= node.names
     return {name: own for name, own in terms.items() if name not in failed}, failed
 
 
@@ -99,29 +109,6 @@ def _terms_of_reads(
     return terms, computed, is_explained
 
 
-def _add_computed(
-    tape: Tape, nodes: list[ParameterNode], of_uses: Sequence[UseTerms], backprops: Backprops, skip: set[str],
-    terms: Terms, failed: set[str],
-) -> None:  # fmt: skip
-    """Add what parameters do through tensors computed from them; where that cannot be told, add to `failed`."""
-    seen: set[int] = set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen or node.names <= failed:
-            continue
-        seen.add(id(node))
-        of_node, results, is_explained = _terms_of_reads(node, of_uses, backprops)
-        nodes += results
-        if not is_explained or (of_node and not _is_uncounted(node, of_uses)):
-            failed |= node.names
-        elif of_node:
-            try:
-                for name, of_parameter in pulled_back(node, of_node, tape, skip).items():
-                    terms[name] += of_parameter
-            except Unsupported:
-                failed |= node.names
-
-
 def _is_uncounted(node: ParameterNode, of_uses: Sequence[UseTerms]) -> bool:
     """Whether no use on the way from the parameters to this tensor has terms already."""
     use = node.origin
@@ -129,12 +116,7 @@ def _is_uncounted(node: ParameterNode, of_uses: Sequence[UseTerms]) -> bool:
 
 
 def stacked_terms(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str]) -> dict[str, StackedTerms]:
-    """The terms for several vectors at once, of parameters that one use alone reads.
-
-    Args:
-        backprops: of each use, (k, *shape); None where there are none to be stacked.
-        layouts, skip: as for `terms_by_parameter`, which has the terms of all other parameters.
-    """
+    """The terms for several vectors at once, from backprops (k, *shape), of parameters that one use alone reads."""
     found: dict[str, StackedTerms] = {}
     for name, node in tape.parameters.items():
         use = node.uses[0] if len(node.readers) == 1 and name not in skip else None
@@ -158,9 +140,7 @@ def weighted_gradients(
 ) -> dict[str, Tensor]:
     """Weighted sums over samples of the gradients of the parameters that a tensor was computed from, by its readers.
 
-    Args:
-        backprops, layouts: as for `terms_by_parameter`; those of the tensor's readers are needed.
-        weights: (N,). Readers that are not per sample count with a weight of one.
+    Readers that are not per sample count with a weight of one.
     """
     total = torch.zeros_like(node.tensor)
     for use in node.uses:

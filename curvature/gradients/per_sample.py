@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from curvature.gradients.batch import Batch
+from curvature.gradients.batch import Batch, SampleDim
 from curvature.gradients.data import either_form
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.general_path import general_path_terms, terms_of_object_output
-from curvature.gradients.meeting_samples import require_apart, require_independent_samples
+from curvature.gradients.meeting_samples import SamplesMeet, require_independent_samples, where_samples_meet
 from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
-from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
+from curvature.losses import Loss, count_alike, is_torch_loss, name_of, per_sample_losses, require_weighted_sum
 from curvature.recording import graph_leaves, preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
@@ -38,16 +38,9 @@ UNEQUAL = (
 
 @either_form
 def per_sample_gradients(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    *,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
-    chunk: int | None = None,
-    out: Mapping[str, Any] | None = None,
-) -> dict[str, Tensor]:
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, parameters: Iterable[str] | None = None,
+    sample_dim: SampleDim = 0, chunk: int | None = None, out: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Gradient of each sample's own loss with respect to every parameter.
 
     Row n equals the gradient of ``loss`` on a batch that holds sample n alone, whatever the reduction. With a mean over
@@ -108,13 +101,7 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 @either_form
 def per_sample_norms(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    *,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, parameters: Iterable[str] | None = None, sample_dim: SampleDim = 0
 ) -> Tensor:
     """Norm (N,) of each sample's gradient over all parameters together, or over those asked for.
 
@@ -127,13 +114,7 @@ def per_sample_norms(
 
 @either_form
 def per_sample_norms_by_parameter(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    *,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, parameters: Iterable[str] | None = None, sample_dim: SampleDim = 0
 ) -> dict[str, Tensor]:
     """Norm (N,) of each sample's gradient with respect to every parameter, ``{name: (N,)}``; their squares add up to
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
@@ -145,13 +126,7 @@ def per_sample_norms_by_parameter(
 
 @either_form
 def per_sample_gram(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    *,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, parameters: Iterable[str] | None = None, sample_dim: SampleDim = 0
 ) -> Tensor:
     """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
     the loss). Arguments and errors as for `per_sample_gradients`.
@@ -169,13 +144,7 @@ def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
 @either_form
 @full_precision()
 def check_gradients(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    *,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, parameters: Iterable[str] | None = None, sample_dim: SampleDim = 0
 ) -> None:
     """Compare `per_sample_gradients` with plain backward passes of single samples.
 
@@ -191,7 +160,7 @@ def check_gradients(
         batch.output()
         if state.random.differs():
             raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    rows = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
+    rows = contracted(batch, contractions.gradients)
     for n in range(batch.count):
         with preserve_state(batch.model, batch.parameters):
             alone = batch.sample(n).gradients()
@@ -218,11 +187,8 @@ def sample_terms(batch: Batch) -> Terms:
 
 
 def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
-    """What `contract` makes of the terms of every parameter, in the order of the parameters.
-
-    Of no samples (Poisson sampling draws such batches) the model is not called.
-    """
-    if not batch.count:
+    """What `contract` makes of the terms of every parameter, in the order of the parameters."""
+    if not batch.count:  # Poisson sampling draws such batches
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
     try:
         return _contracted(batch, contract)
@@ -242,7 +208,8 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
-        require_apart(batch, tape)
+        if where := where_samples_meet(batch, tape):
+            raise SamplesMeet(where)
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
             terms = terms_of_object_output(batch, tape, output, plan, state)
             return {name: contract(terms[name]) for name in batch.parameters}
@@ -283,9 +250,9 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
 def _own_losses(batch: Batch, output: Tensor) -> Tensor:
     """The samples' own losses (N,), where these make up the loss of the batch."""
-    with nullcontext() if is_torch_loss(batch.loss) else RefuseDoubleBackward():
-        losses = batch.losses(output)
     where = output, batch.y, batch.count, *batch.dims[1:]
+    with nullcontext() if is_torch_loss(batch.loss) else RefuseDoubleBackward():
+        losses = per_sample_losses(batch.loss, *where)
     shares = require_weighted_sum(batch.loss, *where)
     if batch.are_clipped and not count_alike(batch.loss, shares, *where):
         warn_once(UNEQUAL, name_of(batch.loss))

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.parameter_terms import Backprops, precise_terms
-from curvature.gradients.sample_axes import are_coarse, find_layouts, follow
+from curvature.gradients.sample_axes import coarsest, find_layouts, follow
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host
 from curvature.recording import ModelState, Tape, Use, graph_signature, map_tensors, record_call, warn_once
@@ -70,12 +70,6 @@ def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
 def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Plan | None]:
     """The tape and the output of a forward pass, and the plan that applies; in full precision if one is to be learnt.
 
-    Args:
-        start: the state of the model, if that is known.
-
-    Raises:
-        ValueError: the output depends on no parameter.
-
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     """
     start = start or ModelState(batch.model)
@@ -107,12 +101,8 @@ def learn(
     """The plan for a tape, and the backprops of the losses: a kept plan that these confirm, or a new one.
 
     A new plan is kept unless its batch left a doubt (a sample without gradient does). The host waits once to confirm;
-    to learn, once for the axes and once for the checks.
-
-    Args:
-        losses: (N,), one for each sample.
-        reference: plain gradients of sample n, computed without the tape; None where there are none.
-        edge: where the backward pass of the losses begins, if their own graph does not say it.
+    to learn, once for the axes and once for the checks. The `edge` is where the backward pass of the losses (N,)
+    begins, if their own graph does not say it.
     """
     generator = torch.Generator().manual_seed(0)
     weights = 0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")
@@ -120,16 +110,15 @@ def learn(
     outputs = [losses if edge is None else edge]
     send = lambda weights: tape.gradients(outputs, [to_device(weights.to(losses.dtype), losses.device)])
     backprops = [b if b is None or b.numel() else None for b in tape.gradients(outputs, [torch.ones_like(losses)])]
-    is_coarse, in_order = are_coarse(backprops), lambda layouts: follow(layouts, backprops, len(losses), send)
+    is_coarse = coarsest(backprops) > torch.finfo(torch.float32).eps  # as large as what random weights may differ by
+    in_order = lambda layouts: follow(layouts, backprops, len(losses), send)
     plan = PLANS.get(model, {}).get((key, signature_of(tape)))
-    if plan is not None:
-        if is_coarse:
-            is_right = all(in_order(plan.layouts))
-        else:
-            again, _ = find_layouts(backprops, send(weights), weights, plan.layouts)
-            reached = zip(plan.layouts, again, backprops, strict=True)
-            is_right = all(own == found for own, found, b in reached if b is not None)
-        if is_right:
+    if plan is not None and is_coarse:
+        if all(in_order(plan.layouts)):
+            return plan, backprops
+    elif plan is not None:
+        again, _ = find_layouts(backprops, send(weights), weights, plan.layouts)
+        if all(b is None or own == new for own, new, b in zip(plan.layouts, again, backprops, strict=True)):
             return plan, backprops
     parameters = [node.tensor for node in tape.parameters.values()]
     both = tape.gradients(outputs, [weights], also=parameters)
@@ -147,8 +136,7 @@ def learn(
 
 
 def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
-    """The plain gradients of sample n run alone; None where another pass would
-    be of another function (`is_of_one_pass`), or for one that does not run on one sample."""
+    """The plain gradients of sample n run alone; None where that fails, or would be of another function."""
 
     def reference(n: Tensor) -> dict[str, Tensor] | None:
         try:
@@ -165,15 +153,22 @@ def failures(
     backprops: Backprops, reference: Reference,
 ) -> set[str]:  # fmt: skip
     """Names of the parameters whose terms are wrong; the host waits once, unless one is."""
-    low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
+    low = coarsest(backprops) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     floor = noise_floor(sums)
-    summed = {
-        name: torch.zeros_like(node.tensor) if g is None else g
-        for (name, node), g in zip(tape.parameters.items(), sums, strict=True)
-        if name in terms and name not in uneven
-    }
-    sums_to = lambda name, norms: _sums_to(terms[name], weights, summed[name], floor, low, norms)
+    both = [(name, g) for name, g in zip(tape.parameters, sums, strict=True) if name in terms and name not in uneven]
+    summed = {name: torch.zeros_like(tape.parameters[name].tensor) if g is None else g for name, g in both}
+
+    def sums_to(name: str, norms_squared: Callable[[list[Term]], Tensor]) -> Tensor:
+        """Whether the weighted sum of samples' gradients is what autograd gives for that of losses."""
+        own, expected = terms[name], summed[name]
+        if not own:  # what no function reads that torch shows
+            return expected.norm() == 0
+        noise = floor.to(expected.norm())
+        scale = (norms_squared(own) * weights.to(noise).square()).sum().sqrt()
+        difference = (contractions.weighted_sum(own, weights.to(noise)) - expected).norm()
+        return difference <= max(rounding_tolerance(expected), low) * scale + noise
+
     flags = [sums_to(name, contractions.least_norms_squared) for name in summed]
     n = losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax()[None]  # a sample that counts
     alone = reference(n)
@@ -191,30 +186,13 @@ def failures(
     return failed
 
 
-def _sums_to(
-    terms: list[Term], weights: Tensor, expected: Tensor, floor: Tensor, low: float,
-    norms_squared: Callable[[list[Term]], Tensor],
-) -> Tensor:  # fmt: skip
-    """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses, ()."""
-    floor = floor.to(expected.norm())
-    if not terms:  # what no function reads that torch shows
-        return expected.norm() == 0
-    weights = weights.to(floor)
-    scale = (norms_squared(terms) * weights.square()).sum().sqrt()
-    difference = (contractions.weighted_sum(terms, weights) - expected).norm()
-    return difference <= max(rounding_tolerance(expected), low) * scale + floor
+def differences(rows: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names whose gradients differ by more than rounding; kernels for one sample and for many round differently."""
+    return [name for name, same in zip(rows, to_host(agreements(rows, expected)), strict=True) if not same]
 
 
-def differences(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
-    """Names whose gradients differ by more than rounding; kernels for one sample and for many round differently.
-
-    `low` is the root of the coarsest rounding inside the model, under autocast.
-    """
-    return [name for name, same in zip(rows, to_host(agreements(rows, expected, low)), strict=True) if not same]
-
-
-def agreements(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:
-    """For each name a flag (): whether rounding explains what the gradients differ by."""
+def agreements(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[Tensor]:
+    """For each name a flag (): whether rounding, at least `low` (its root), explains what the gradients differ by."""
     floor = noise_floor(expected.values())
     return [
         (g - expected[name]).norm()

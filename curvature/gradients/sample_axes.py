@@ -43,16 +43,9 @@ def find_layouts(
     """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
     With a single sample, whose entries they all are, all axes do, those of size one first. All are returned: the rule
-    of the layer takes the first that holds none of its features, as it would with many samples. Candidates that would
-    reproduce it without the noise floor come before others: gradients that vanish in a deep network have digits of
-    their own.
-
-    Args:
-        known: the candidates of each use; None: `candidate_axes`.
-
-    Returns:
-        A list for each use, which is empty where no candidate does; and whether no other candidates do, of none (of a
-        single sample, whether there are gradients).
+    of the layer takes the first that holds none of its features, as it would with many samples. `known` are the
+    candidates of each use, if not all `candidate_axes`. Also returns whether no other candidates do, of no use (of a
+    single sample, whether there are gradients).
     """
     count, floor = len(weights), noise_floor(weighted)
     tried: list[list[Layout]] = []
@@ -75,10 +68,9 @@ def find_layouts(
         tried.append(candidates)
         if count == 1:
             asked.append(size > allowed)
-            continue
-        if tried[-1]:
+        elif candidates:
             limits = allowed, _allowed(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
-            asked += [*limits, *(_error(layout, b, bw, weights) for layout in tried[-1])]
+            asked += [*limits, *(_error(layout, b, bw, weights) for layout in candidates)]
     told = iter([float(x) for x in to_host(asked)])
     if count == 1:
         return tried, all(told)
@@ -87,7 +79,10 @@ def find_layouts(
 
 
 def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
-    """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass."""
+    """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass.
+
+    Those that do without the noise floor come first: gradients that vanish in a deep network have digits of their own.
+    """
     within_noise, clear, rounding, *errors = told
     for limit in clear, within_noise:
         good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
@@ -97,11 +92,6 @@ def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
     return []
 
 
-def are_coarse(backprops: Sequence[Tensor | None]) -> bool:
-    """Whether some are in half precision, whose rounding is as large as what random weights may differ by."""
-    return _coarsest(backprops) > torch.finfo(torch.float32).eps
-
-
 def follow(
     layouts: Sequence[Sequence[Layout]], backprops: Sequence[Tensor | None], count: int,
     send: Callable[[Tensor], Sequence[Tensor | None]],
@@ -109,13 +99,11 @@ def follow(
     """For each use, whether its layout, one or none, holds the samples in order; the host waits once.
 
     The weights are 0, 1, 2 and 4: products with them do not round in any precision, so that backprops follow them bit
-    by bit, but for sums in an order that changes. Each pass takes one digit of the samples' numbers.
-
-    Args:
-        send: the backprops of losses with these weights (N,).
+    by bit, but for sums in an order that changes. Each pass takes one digit of the samples' numbers; `send` gives the
+    backprops of losses with weights (N,).
     """
     numbers, flags = torch.arange(count, device="cpu"), []
-    coarsest = _coarsest(backprops)
+    rounding = coarsest(backprops)
     while numbers.any():
         weights = numbers % 4
         weights[weights == 3] = 4
@@ -125,13 +113,14 @@ def follow(
                 continue
             kind = torch.finfo(b.dtype)
             underflow = 4 * kind.smallest_normal * kind.eps * b.numel() ** 0.5
-            flags.append(_error(layout[0], b, bw, weights) <= 2 * coarsest * widen(bw.norm()) + underflow)
+            flags.append(_error(layout[0], b, bw, weights) <= 2 * rounding * widen(bw.norm()) + underflow)
         numbers = numbers // 4
     told = to_host(flags)
     return [all(told[k :: len(layouts)]) for k in range(len(layouts))]
 
 
-def _coarsest(backprops: Sequence[Tensor | None]) -> float:
+def coarsest(backprops: Sequence[Tensor | None]) -> float:
+    """The largest rounding of their precisions."""
     return max((float(torch.finfo(b.dtype).eps) for b in backprops if b is not None), default=0.0)
 
 
@@ -174,10 +163,7 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
 
 
 def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[Layout | None] | None:
-    """`sample_layouts` of the uses that are asked for; None if more than one axis reproduces the backprop of a use.
-
-    So it is where gradients vanish, as below a last layer of zeros.
-    """
+    """`sample_layouts` of the uses asked for; None if more than one axis fits one, as below a last layer of zeros."""
     layouts, is_certain = _experiment(tape, output, 0, asked)
     return layouts if is_certain else None
 

@@ -82,20 +82,19 @@ def number_of_bags(offsets: Tensor, y: Any) -> int:
 def some_bags(x: Any, bags: Bags, some: slice, count: int) -> Any:
     """The bags of these samples."""
     leaves = tensors_in(x)
-    parts: dict[int, Tensor] = {}
+    parts: dict[int, Tensor] = {}  # by identity of the whole
     spans: dict[int, slice] = {}  # of tensors beside the values, which have their length
     for values, k in bags:
         offsets, size = leaves[k], len(leaves[values])
         ends = [*offsets.tolist(), size]
         span = slice(ends[some.start], ends[some.stop])
-        parts[k] = offsets[some.start : some.stop + len(offsets) - count] - span.start
-        parts[values] = leaves[values][span]
+        parts[id(offsets)] = offsets[some.start : some.stop + len(offsets) - count] - span.start
+        parts[id(leaves[values])] = leaves[values][span]
         spans.setdefault(size, span)
 
     def part(t: Tensor) -> Tensor:
-        known = next((own for k, own in parts.items() if leaves[k] is t), None)
-        if known is not None:
-            return known
+        if id(t) in parts:
+            return parts[id(t)]
         if t.ndim == 1 and len(t) in spans:
             return t[spans[len(t)]]
         return t[some] if t.ndim and len(t) == count else t

@@ -223,7 +223,9 @@ class RecordedBatch:
         """Raise `SamplesMeet` for a batch whose samples meet in the model."""
         if self.whole is None:
             with AttentionInBlocks():
-                gradients.require_apart(self.batch, self.tape)
+                where = gradients.where_samples_meet(self.batch, self.tape)
+            if where:
+                raise SamplesMeet(where)
 
     def mass_of_batch(self) -> float:
         """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean."""

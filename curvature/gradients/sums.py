@@ -1,19 +1,19 @@
-"""Sums of clipped per-sample gradients, with noise: the gradients of private training."""
+"""Sums over samples' gradients: clipped and with noise, as in private training; and how noisy their mean is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.batch import Batch
-from curvature.gradients.data import either_form
+from curvature.gradients.batch import Batch, SampleDim
+from curvature.gradients.data import either_form, pairs, require_pairs
 from curvature.gradients.per_sample import sample_terms
-from curvature.linalg import stack
+from curvature.linalg import stack, widen
 from curvature.losses import Loss
 from curvature.recording import fresh_random_numbers
 from curvature.terms import contractions
@@ -21,19 +21,10 @@ from curvature.terms import contractions
 
 @either_form
 def clipped_gradient(
-    model: nn.Module,
-    loss: Loss,
-    x: Any,
-    y: Any,
-    max_norm: float,
-    *,
-    noise: float = 0.0,
-    mask: Tensor | None = None,
-    microbatch: int | None = None,
-    generator: torch.Generator | None = None,
-    parameters: Iterable[str] | None = None,
-    sample_dim: int | tuple[int, int, int] = 0,
-) -> dict[str, Tensor]:
+    model: nn.Module, loss: Loss, x: Any, y: Any, max_norm: float, *, noise: float = 0.0, mask: Tensor | None = None,
+    microbatch: int | None = None, generator: torch.Generator | None = None, parameters: Iterable[str] | None = None,
+    sample_dim: SampleDim = 0,
+) -> dict[str, Tensor]:  # fmt: skip
     """``sum_n g_n min(1, max_norm / |g_n|) + noise * max_norm * z``, z standard normal: the private gradient of DP-SGD.
 
     g_n is the gradient of the sample's own loss over all parameters together, or over those asked for, as in
@@ -71,23 +62,17 @@ def clipped_gradient(
     if counted.shape != (batch.count,) or counted.dtype is not torch.bool:
         raise ValueError(f"mask: expected ({batch.count},) of bool, found {tuple(counted.shape)} of {counted.dtype}")
     total = {name: torch.zeros_like(p, requires_grad=False) for name, p in batch.parameters.items()}
-    for part, counts in _parts(batch, counted, microbatch):
+    for turn, part in batch.parts(microbatch, "microbatch"):
+        counts = counted[part].clone()
+        counts[: turn - part.start] = False  # their turn has been
         with fresh_random_numbers(batch.model) if batch.model.training else nullcontext():
-            _add_clipped(total, part, counts, max_norm)
+            _add_clipped(total, batch.part(part), counts, max_norm)
     if noise:
         for g in (torch.view_as_real(g) if g.is_complex() else g for g in total.values()):
             source = g.device if generator is None else generator.device
             z = torch.randn(g.shape, dtype=g.dtype, device=source, generator=generator)
             g.add_(z.to(g.device), alpha=noise * max_norm)
     return total
-
-
-def _parts(batch: Batch, counted: Tensor, size: int | None) -> Iterator[tuple[Batch, Tensor]]:
-    """The batch in parts, and which of their samples count: those whose turn has been do not."""
-    for turn, part in batch.parts(size, "microbatch"):
-        own = counted[part].clone()
-        own[: turn - part.start] = False
-        yield batch.part(part), own
 
 
 def _add_clipped(total: dict[str, Tensor], batch: Batch, counted: Tensor, max_norm: float) -> None:
@@ -98,3 +83,55 @@ def _add_clipped(total: dict[str, Tensor], batch: Batch, counted: Tensor, max_no
     for name, parts in terms.items():
         found = contractions.weighted_sum(parts, weights.to(parts[0].device))
         total[name] += found.to(total[name].dtype)
+
+
+class NoiseScale(NamedTuple):
+    """What `gradient_noise_scale` returns.
+
+    Attributes:
+        value: ``trace / squared_norm``, in samples; infinite where the data are too few to tell the mean from zero.
+        trace: of the covariance of the samples' gradients.
+        squared_norm: of their mean. Over several calls, average this and `trace`, not their quotient.
+    """
+
+    value: float
+    trace: float
+    squared_norm: float
+
+
+@either_form
+def gradient_noise_scale(model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0) -> NoiseScale:
+    """The simple noise scale ``tr(Sigma) / |G|^2`` (McCandlish et al. 2018, arXiv:1812.06162, equation 2.9).
+
+    G is the mean and Sigma the covariance of the samples' own gradients. In a batch of this size the noise of the mean
+    is as large as the mean. Of N samples, ``tr(Sigma) = (sum_n |g_n|^2 - N |mean|^2) / (N - 1)`` and
+    ``|G|^2 = |mean|^2 - tr(Sigma) / N`` have no bias (appendix A.1, for batches of 1 and N); their quotient has one
+    that falls as 1 / N.
+
+    ``model``, ``loss`` and ``sample_dim`` are those of `per_sample_gradients`. All samples count alike.
+
+    Args:
+        data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader), over which sums are streamed.
+
+    Raises:
+        ValueError: fewer than two samples, or as for `per_sample_gradients`.
+        TypeError: the data are neither a pair nor an iterable of pairs.
+    """
+    require_pairs(data)
+    count, squares = 0, 0.0
+    sums: dict[str, Tensor] = {}
+    for x, y in pairs(data):
+        batch = Batch.of(model, loss, x, y, sample_dim)
+        terms = sample_terms(batch)
+        count += batch.count
+        squares += float(stack(widen(x).sum() for x in contractions.each_norms_squared(terms.values())).sum())
+        for name, parts in terms.items():
+            found = contractions.weighted_sum(parts, torch.ones(batch.count, device=parts[0].device))
+            found = widen(torch.view_as_real(found.resolve_conj()) if found.is_complex() else found)
+            sums[name] = sums[name] + found if name in sums else found
+    if count < 2:
+        raise ValueError(f"data: a covariance needs two samples at least, found {count}")
+    mean = float(stack(total.square().sum() for total in sums.values()).sum()) / count**2
+    trace = (squares - count * mean) / (count - 1)
+    norm = mean - trace / count
+    return NoiseScale(trace / norm if norm > 0 else float("inf"), trace, norm)
