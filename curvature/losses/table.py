@@ -13,6 +13,7 @@ import copy
 import math
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,33 +35,19 @@ def name_of(loss: Loss) -> str:
 
 
 def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
-    """Whether the loss of a batch is the mean or the sum of the losses of its samples.
-
-    Args:
-        loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
-            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums). An attribute of a class of the
-            user's may mean anything: but for "sum" it counts as a mean, too.
-
-    Raises:
-        ValueError: ``"none"``, and any other reduction of torch's own losses.
-    """
+    """Whether the loss of a batch is the mean or the sum of those of its samples; ValueError where it is neither."""
     reduction = getattr(loss, "reduction", "mean")
-    if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
-        return "mean"
-    if reduction == "mean" or reduction == "sum":
-        return "mean" if reduction == "mean" else "sum"
-    if not is_torch_loss(loss) and reduction != "none":
+    if reduction == "sum":
+        return "sum"
+    # "batchmean" is a mean of losses that are sums; an attribute of a class of the user's may mean anything
+    is_batchmean = reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)
+    if reduction == "mean" or is_batchmean or not is_torch_loss(loss) and reduction != "none":
         return "mean"
     raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
 
 
 def resolve(loss: Loss) -> Loss:
-    """The loss as a callable of (output, target) in the form that this package knows.
-
-    A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
-    becomes `GaussianNLLLoss` of this module; another module of the user's, a function that leaves what it keeps as it
-    is. Every other loss is returned unchanged.
-    """
+    """The loss as a callable of (output, target) in the form that this package knows."""
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:
@@ -73,11 +60,7 @@ def is_torch_loss(loss: Loss) -> bool:
 
 
 class GaussianNLLLoss(nn.Module):
-    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
-
-    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and pass the gradient
-    at ``eps``.
-    """
+    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances."""
 
     def __init__(self, loss: nn.GaussianNLLLoss) -> None:
         super().__init__()
@@ -103,23 +86,17 @@ class GaussianNLLLoss(nn.Module):
                 f"a tuple (mean, variance), each (N, d, ...); found {found}"
             )
         mean, variance = output.chunk(2, 1)
-        try:
-            negative = bool((variance < 0).any())
-        except RuntimeError:  # vmap does not allow branching on values
-            negative = False
-        if negative:
-            raise ValueError(
-                "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
-            )
+        with suppress(RuntimeError):  # vmap does not allow branching on values
+            if (variance < 0).any():
+                raise ValueError(
+                    "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
+                )
         passing = self.eps + (variance - variance.detach())  # the gradient passes, as in torch
         return mean, torch.where(variance < self.eps, passing, variance)
 
 
 def join_heads(loss: Loss, output: Any) -> Any:
-    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged.
-
-    A variance that torch would broadcast to the mean is expanded first.
-    """
+    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged."""
     if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
         return output
     mean, variance = output
