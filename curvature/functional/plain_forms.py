@@ -49,19 +49,18 @@ PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
 def plain_form(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """The plain form of a fused function, if it runs in it: not packed sequences, nor attention without a learnt mask
-    that samples share.
+    """The plain form of a fused function; None for packed sequences, and attention without a learnt mask to expand.
 
     Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
     """
-    run = PLAIN_FORMS[function]
     if is_checkpointed():
         return None
     if function is F.scaled_dot_product_attention:
-        return run if _shares_learnt_mask(*args, **kwargs) else None
-    packed = len(args) == 9 and isinstance(args[3], tuple | list)
-    return None if packed else run
+        has_one = _shares_learnt_mask(*args, **kwargs)
+    else:
+        has_one = len(args) != 9 or not isinstance(args[3], tuple | list)
+    return PLAIN_FORMS[function] if has_one else None
 
 
 def is_checkpointed() -> bool:
@@ -71,10 +70,9 @@ def is_checkpointed() -> bool:
 
 @cache
 def traceable_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of torch.nn.functional in a form whose inner calls reach the mode (multi-head attention above all).
+    """The body of a function of torch.nn.functional, whose inner calls reach the mode; None for any other function.
 
-    Such a function is written in torch functions, but hands itself over as a whole as long as ``has_torch_function``
-    returns true. The same code with that answer fixed to false runs its body. None for functions of any other kind.
+    It hands itself over as a whole as long as ``has_torch_function`` is true; here that answer is fixed to false.
     """
     if not isinstance(func, types.FunctionType) or func.__module__ != "torch.nn.functional":
         return None

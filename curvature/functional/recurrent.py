@@ -22,17 +22,16 @@ State = tuple[Tensor, ...]
 Linear = Callable[..., Tensor]  # of input, weight and bias
 Together = Callable[..., Tensor] | None  # of a function that stands for F.linear and its arguments
 Product = Callable[[Tensor], Tensor]  # with the recurrent weight, or with the projection
-Step = Callable[[Tensor, State, Product, "Product | None"], State]  # from the input's gates and the state to the next
+Step = Callable[[Tensor, State, Product], State]  # from the input's gates and the state to the next
 
 
-def _lstm(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+def _lstm(gates: Tensor, state: State, hidden: Product) -> State:
     i, f, g, o = (gates + hidden(state[0])).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
-    return (h if project is None else project(h), c)
+    return (o.sigmoid() * c.tanh(), c)
 
 
-def _gru(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+def _gru(gates: Tensor, state: State, hidden: Product) -> State:
     ir, iz, inew = gates.chunk(3, -1)
     hr, hz, hnew = hidden(state[0]).chunk(3, -1)
     z = (iz + hz).sigmoid()
@@ -40,11 +39,11 @@ def _gru(gates: Tensor, state: State, hidden: Product, project: Product | None) 
     return ((state[0] - new) * z + new,)
 
 
-def _tanh(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+def _tanh(gates: Tensor, state: State, hidden: Product) -> State:
     return ((gates + hidden(state[0])).tanh(),)
 
 
-def _relu(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+def _relu(gates: Tensor, state: State, hidden: Product) -> State:
     return ((gates + hidden(state[0])).relu(),)
 
 
@@ -63,15 +62,19 @@ def _direction(
         project = (lambda h: linear(h, extra[0])) if extra else None
         outputs, last = _loop(step, gates, state, lambda h: linear(h, w_hidden, b_hidden), project)
     else:
-        loop = lambda gates, state, w, b: _loop(step, gates, state, lambda h: F.linear(h, w, b), None)
+        loop = lambda gates, state, w, b: _loop(step, gates, state, lambda h: F.linear(h, w, b))
         outputs, last = scan.scan(cell, loop, gates, state, w_hidden, b_hidden, together)
     return outputs.flip(0) if reverse else outputs, last
 
 
-def _loop(step: Step, gates: Tensor, state: State, hidden: Product, project: Product | None) -> tuple[Tensor, State]:
+def _loop(
+    step: Step, gates: Tensor, state: State, hidden: Product, project: Product | None = None
+) -> tuple[Tensor, State]:
     outputs: list[Tensor] = []
     for now in gates.unbind():  # the backward pass of an index would make zeros for all other times
-        state = step(now, state, hidden, project)
+        state = step(now, state, hidden)
+        if project is not None:  # of an LSTM's output
+            state = (project(state[0]), state[1])
         outputs.append(state[0])
     return torch.stack(outputs), state
 
@@ -97,14 +100,13 @@ def _layers(step: Step, cell: scan.Cell) -> Callable[..., Any]:
         last: list[State] = []
         for layer in range(layers):
             outs = []
-            for direction in range(directions):
-                k = layer * directions + direction
-                part = weights[k * each : (k + 1) * each]
-                first = tuple(s[k] for s in states)
-                out, end = _direction(x, first, part, has_bias, step, cell, direction == 1, linear, together)
+            for reverse in (False, True)[:directions]:
+                k = len(last)
+                part, first = weights[k * each : (k + 1) * each], tuple(s[k] for s in states)
+                out, end = _direction(x, first, part, has_bias, step, cell, reverse, linear, together)
                 outs.append(out)
                 last.append(end)
-            x = torch.cat(outs, -1) if directions == 2 else outs[0]
+            x = torch.cat(outs, -1) if bidirectional else outs[0]
             if dropout and train and layer < layers - 1:
                 x = F.dropout(x, dropout, True)
         return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in zip(*last, strict=True)))
@@ -120,7 +122,7 @@ def _cell(step: Step) -> Callable[..., Any]:
         linear: Linear = F.linear, together: Together = None,
     ) -> Any:  # fmt: skip
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-        new = step(linear(x, w_in, b_in), state, lambda h: linear(h, w_hidden, b_hidden), None)
+        new = step(linear(x, w_in, b_in), state, lambda h: linear(h, w_hidden, b_hidden))
         return new if len(new) > 1 else new[0]
 
     return run

@@ -17,17 +17,14 @@ Tensors = tuple[Tensor, ...]
 
 
 class Cell(NamedTuple):
-    """How a recurrent layer goes forward and back through all steps.
+    """How a recurrent layer goes forward and back through all steps."""
 
-    Attributes:
-        forward: from the input's gates (T, N, k), the first state, the recurrent weight and its bias to the states
-            after each step, one tensor (T, N, h) for each part of the state, and whatever `backward` needs besides.
-        backward: from the states before each step, those after it, what `forward` kept, the weight, and the gradients
-            of the outputs (T, N, h) and of the last state, to those of the input's gates, of the products with the
-            recurrent weight, and of the first state. Nothing is written in place, so that it can be batched.
-    """
-
+    # from the input's gates (T, N, k), the first state, the recurrent weight and its bias to the states after each
+    # step, one tensor (T, N, h) for each part of the state, and whatever `backward` needs besides
     forward: Callable[[Tensor, Tensors, Tensor, Any], tuple[Tensors, Tensors]]
+    # from the states before each step, those after it, what `forward` kept, the weight, and the gradients of the
+    # outputs (T, N, h) and of the last state, to those of the input's gates, of the products with the recurrent weight,
+    # and of the first state; nothing is written in place, so that it can be batched
     backward: Callable[[Tensors, Tensors, Tensors, Tensor, Tensor, Tensors], tuple[Tensor, Tensor, Tensors]]
 
 
@@ -133,9 +130,7 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (x,), g = ctx.saved_tensors, gradients[0]
-        if g is None:
-            return None, None, None
-        to_weight, to_bias = _of_weight(x, g)
+        to_weight, to_bias = (None, None) if g is None else _of_weight(x, g)
         return None, to_weight, to_bias if ctx.has_bias else None
 
 
@@ -192,12 +187,9 @@ def scan(
     cell: Cell, loop: Callable[..., Any], gates: Tensor, state: Tensors, weight: Tensor, bias: Any,
     linear: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensors]:  # fmt: skip
-    """The outputs (T, N, h) and the last state.
+    """The outputs (T, N, h) and the last state; `loop` is the same from (gates, state, weight, bias).
 
-    Args:
-        loop: the same from (gates, state, weight, bias), as a loop of torch functions.
-        linear: is called once, with a function that stands for ``F.linear``, and its arguments: the states before each
-            step, the recurrent weight and its bias.
+    `linear` is called once, with a function that stands for ``F.linear`` and its arguments of all steps.
     """
     with torch.no_grad():
         after, kept = cell.forward(gates, state, weight, bias)

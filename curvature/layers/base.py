@@ -110,9 +110,7 @@ RULES: dict[Callable[..., Any], Rule] = {}
 
 def register(rule: type[Rule]) -> type[Rule]:
     """Class decorator: add the rule to the table for each of its functions."""
-    instance = rule()
-    for function in rule.functions:
-        RULES[function] = instance
+    RULES.update(dict.fromkeys(rule.functions, rule()))
     return rule
 
 

@@ -47,15 +47,12 @@ class _ScaleShift(Rule):
         """The gradients of the scale."""
         own = self.normalize(call)
         if b.ndim == own.ndim:
-            return sum_over_broadcast(layout.front(_times(own, b)), shape, layout, self.first_axis)
+            # in the memory of `own` where nothing has to know of it: early layers' inputs are large
+            is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
+            product = own.mul_(b) if is_plain else own * b
+            return sum_over_broadcast(layout.front(product), shape, layout, self.first_axis)
         rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
         return DenseGradients(torch.cat(rows))
-
-
-def _times(own: Tensor, b: Tensor) -> Tensor:
-    """``own * b``, in the memory of `own` where nothing has to know of it: early layers' inputs are large."""
-    is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
-    return own.mul_(b) if is_plain else own * b
 
 
 def _saved_statistics(out: Tensor, kind: str) -> tuple[Tensor, ...]:

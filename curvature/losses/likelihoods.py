@@ -69,9 +69,9 @@ class Likelihood:
         parts = (min(size, k - start) for start in range(0, k, size))
         return torch.stack([self.draw(part, generator).square().sum(0) for part in parts]).sum(0)
 
-    def noise(self, make: Callable[..., Tensor], k: int, generator: torch.Generator) -> Tensor:
-        options = {"dtype": self.output.dtype, "device": self.output.device}
-        return make(k, *self.output.shape, generator=generator, **options)
+    def blank(self, k: int) -> Tensor:
+        """Of the shape of k draws, to be filled."""
+        return self.output.new_empty(k, *self.output.shape)
 
 
 class Categorical(Likelihood):
@@ -155,7 +155,7 @@ class Bernoulli(Likelihood):
         self.scale = (self.p * self.q).sqrt()
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        return self.p - (self.noise(torch.rand, k, generator) < self.p).to(self.p.dtype)
+        return self.p - (self.blank(k).uniform_(generator=generator) < self.p).to(self.p.dtype)
 
     def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
         rare, common = torch.minimum(self.p, self.q), torch.maximum(self.p, self.q)
@@ -188,7 +188,7 @@ class Normal(Likelihood):
         self.output, self.scale = output, output.new_full((), math.sqrt(2))
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        return self.scale * self.noise(torch.randn, k, generator)
+        return self.scale * self.blank(k).normal_(generator=generator)
 
 
 class Poisson(Likelihood):
@@ -225,7 +225,7 @@ class NormalHeads(Likelihood):
         self.scale = torch.cat([variance.rsqrt(), math.sqrt(0.5) / variance], 1)
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        z = self.noise(torch.randn, k, generator)
+        z = self.blank(k).normal_(generator=generator)
         return self.scale * torch.cat([-z, math.sqrt(0.5) * (1 - z.square())], 2)
 
 

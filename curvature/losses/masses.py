@@ -1,8 +1,8 @@
 """How the loss of a batch is made of the losses of its samples: found by experiment, not assumed.
 
-``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then the gradients at every output are
-``dL/doutput[n] = m_n dl_n/doutput[n]``. That gives the *share* m_n of each sample, and what is left over tells a loss
-in which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
+``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then ``dL/doutput[n] = m_n
+dl_n/doutput[n]`` at every output. That gives the *share* m_n of each sample, and what is left over tells a loss in
+which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
 (`per_sample.sample_masses`), on which the same experiment runs once for each kind of batch.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
 from itertools import islice
 from typing import Any
 
@@ -314,7 +313,7 @@ class SampleMasses:
         if self.known and (len(self.compared) < FEW or not self.is_plain):
             outputs, targets, known = zip(*own, *self.known, strict=True)
             try:
-                both = torch.cat(outputs, dims[0]), reduce(partial(_joined, dim=dims[1]), targets)
+                both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
                 return
             try:
@@ -361,7 +360,7 @@ class SampleMasses:
         """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
         try:
             both = torch.cat([output, output], dims[0])
-            measured = shares(self.loss, both, _joined(target, target, dims[1]), 2, *dims)
+            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims)
         except Exception as error:  # whatever a loss raises that takes no other number of samples
             log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
             return "", True
@@ -375,7 +374,7 @@ class SampleMasses:
         output_of_one, target_of_one, mass = self.reference
         try:
             both = torch.cat([output_of_one, output.detach()], dims[0])
-            targets = _joined(target_of_one, target, dims[1])
+            targets = _joined([target_of_one, target], dims[1])
         except RuntimeError as error:
             if self.kind == "sum" and _kind(measured := shares(self.loss, output, target, count, *dims)) != "mean":
                 return measured
@@ -417,9 +416,10 @@ def _sample(n: int, output: Tensor, target: Any, count: int, dims: tuple[int, in
     return rows(output, dims[0]), map_target(lambda t: rows(t, dims[1]), target)
 
 
-def _joined(first: Any, second: Any, dim: int) -> Any:
-    """Two targets as one."""
-    rest: list[Tensor] = []
-    map_target(rest.append, second)
-    others = iter(rest)
-    return map_target(lambda t: torch.cat([t, next(others)], dim), first)
+def _joined(targets: Sequence[Any], dim: int) -> Any:
+    """Several targets as one."""
+    leaves: list[list[Tensor]] = [[] for _ in targets]
+    for own, target in zip(leaves, targets, strict=True):
+        map_target(own.append, target)
+    parts = zip(*leaves, strict=False)
+    return map_target(lambda _: torch.cat(next(parts), dim), targets[0])

@@ -71,14 +71,13 @@ def _kept(found: set[Any]) -> set[str]:
     return {key[1] for key in found if key[0] == KEEPS}
 
 
-def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
+def _call_module(loss: nn.Module, output: Any, target: Any) -> Any:
     """Meanwhile the modules have copies, which the graph may hold."""
     kept = [(vars(module), dict(vars(module))) for module in loss.modules()]
     try:
         for own, before in kept:
             own.update({name: _copied(value) for name, value in before.items() if name not in TORCHS})
-        result: Tensor = loss(output, target)
-        return result
+        return loss(output, target)
     finally:
         for own, before in kept:
             for name in own.keys() - before.keys():
@@ -86,15 +85,16 @@ def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
             own.update(before)
 
 
-def _call(loss: Any, output: Any, target: Any) -> Tensor:
+def _call(loss: Any, output: Any, target: Any) -> Any:
     """Meanwhile the variables that it changes have copies; at the first call, all that it reads."""
     found = found_of(loss)
     kept, is_first = _kept(found), ASKED not in found
     if not is_first and not kept:
-        result: Tensor = loss(output, target)
-        return result
+        return loss(output, target)
     places = list(_places(loss, set()))
-    objects = {id(own): (own, set(own)) for own in (place.holder for place in places) if _is_of_object(own)}
+    # attributes of objects: not cells, nor the variables of a file, to which warnings add some
+    holders = (place.holder for place in places if place.is_entry and "__builtins__" not in place.holder)
+    objects = {id(own): (own, set(own)) for own in holders}
     before = [(place, place.value) for place in places if is_first or place.name in kept]
     copies = [_copied(value) for _, value in before]
     parts = [_parts(own) for own in copies]
@@ -189,11 +189,6 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_of_object(holder: Any) -> bool:
-    """Whether these are an object's attributes: not a cell, nor the variables of a file, to which warnings add some."""
-    return isinstance(holder, dict) and "__builtins__" not in holder
 
 
 def _copied(value: Any) -> Any:

@@ -121,7 +121,7 @@ class TorchLoss:
         likelihood: (loss, output) -> the likelihood of terms of mass 1, for a negative log-likelihood.
         is_diagonal: whether the Hessian is known to be diagonal, though not by a likelihood.
         probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
-        weights: attributes of the loss that make the masses depend on the target.
+        weight: attribute of the loss that makes the masses depend on the target.
         stand_in: output -> a substitute for a missing target.
         labels: the distribution of a label given the output, as posteriors predict it.
     """
@@ -134,7 +134,7 @@ class TorchLoss:
     likelihood: Callable[[Any, Tensor], Likelihood] | None = None
     is_diagonal: bool = False
     probe: Callable[[Tensor], tuple[float, float]] | None = None
-    weights: tuple[str, ...] = ()
+    weight: str = ""
     stand_in: Callable[[Tensor], Tensor] | None = None
     labels: LabelDistribution | None = None
 
@@ -184,7 +184,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         masses=_class_masses,
         likelihood=lambda _, output: likelihoods.Categorical(output),
         probe=lambda output: (0.0, math.log(output.shape[1])),
-        weights=("weight",),
+        weight="weight",
         labels=label_distributions.Categorical(),
     ),
     nn.NLLLoss: TorchLoss(
@@ -193,13 +193,13 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         masses=_class_masses,
         likelihood=lambda _, output: likelihoods.LogProbabilities(output),
         probe=lambda _: (-1.0, 1.0),
-        weights=("weight",),
+        weight="weight",
     ),
     nn.BCEWithLogitsLoss: TorchLoss(
         F.binary_cross_entropy_with_logits,
         likelihood=lambda _, output: likelihoods.Bernoulli(output),
         probe=lambda _: (0.0, math.log(2)),
-        weights=("pos_weight",),
+        weight="pos_weight",
         stand_in=torch.zeros_like,
         labels=label_distributions.Bernoulli(),
     ),
