@@ -1,7 +1,4 @@
-"""Formulas for functions of torch.nn, with correct derivatives of every order.
-
-Several fused kernels have wrong third derivatives in torch 2.13 (layer norm: pytorch issue 175754, batch norm: 186256).
-"""
+"""Formulas for functions of torch.nn, with correct derivatives of every order, which some fused kernels lack."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Batch norm with running statistics.
-
-    Raises:
-        MixesSamples: it would use the statistics of the batch.
-    """
+    """Batch norm with running statistics; `MixesSamples` where it would use those of the batch."""
     if training or running_mean is None:
         raise MixesSamples(weight, bias, running_mean, running_var)
     shape = _along_channels(input)
@@ -255,12 +248,9 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -
 
 
 NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.layer_norm: layer_norm,
-    torch.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    F.group_norm: group_norm,
-    torch.group_norm: group_norm,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), layer_norm),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
+    **dict.fromkeys((F.group_norm, torch.group_norm), group_norm),
     F.instance_norm: instance_norm,
     F.batch_norm: batch_norm,
     torch.batch_norm: weights_first(batch_norm),
@@ -282,8 +272,7 @@ FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.prod, Tensor.prod), prod),
     **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
     **dict.fromkeys((torch.diff, Tensor.diff), diff),
-    F.glu: glu,
-    torch._C._nn.glu: glu,
+    **dict.fromkeys((F.glu, torch._C._nn.glu), glu),
     **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
     **dict.fromkeys(
         (torch.masked_fill, Tensor.masked_fill), lambda input, mask, value: torch.where(mask, value, input)

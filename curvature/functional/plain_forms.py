@@ -14,11 +14,6 @@ from torch import Tensor
 from curvature.functional.recurrent import RECURRENT
 
 
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """The fused kernel has wrong second derivatives: a Hessian through it is not symmetric."""
-    return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **options: Any) -> Tensor:
     """A learnt mask that samples share is expanded first: each sample's gradient arrives there, not the sum of all."""
     mask = attn_mask.expand(_scores(query, key, options))
@@ -41,7 +36,8 @@ def _shares_learnt_mask(query: Tensor, key: Tensor, *args: Any, **options: Any) 
 
 PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT,
-    torch._weight_norm: _weight_norm,
+    # the fused kernel has wrong second derivatives: a Hessian through it is not symmetric
+    torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
     F.scaled_dot_product_attention: _attention,
 }
 

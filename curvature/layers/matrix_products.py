@@ -18,11 +18,7 @@ Labelled = tuple[Tensor, Labels]
 
 
 def outer_product(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> OuterProduct:
-    """The `OuterProduct` of the weight in an einsum ``data, weight -> out``; labels are those of einsum.
-
-    A label in out, data and weight is a group, in out and weight an output, in data and weight an input, in out and
-    data a place.
-    """
+    """The `OuterProduct` of the weight in an einsum ``data, weight -> out``; labels are those of einsum."""
     tensor, p_labels = weight
     sample = out[layout.dim]
     p = [q for q, size in zip(p_labels, tensor.shape, strict=True) if size != 1]

@@ -109,7 +109,8 @@ class Injection:
         """
         _require_size(size)
         k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))
-        return (_cast_pair(output.dtype, make(start, min(start + size, k))) for start in range(0, k, size))
+        cast = lambda left, right: (left.to(output.dtype), None if right is None else right.to(output.dtype))
+        return (cast(*make(start, min(start + size, k))) for start in range(0, k, size))
 
     def number(self, output: Tensor, count: int) -> int:
         """How many vectors `pairs` yields in all, at most."""
@@ -376,8 +377,3 @@ def empirical() -> Injection:
 def _require_size(size: int) -> None:
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size!r}")
-
-
-def _cast_pair(dtype: torch.dtype, pair: VectorPair) -> VectorPair:
-    left, right = pair
-    return left.to(dtype), None if right is None else right.to(dtype)

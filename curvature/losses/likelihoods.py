@@ -6,8 +6,7 @@ With p(y | f) the likelihood of the label of one term of the loss at output f, t
 
 It is the Hessian of the term if that does not depend on the label (``is_hessian``), else the expected Hessian. Root of
 the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; its Cholesky root: Tanabe & Sagae 1992,
-doi:10.1111/j.2517-6161.1992.tb01875.x. Sampled labels: Martens & Grosse 2015, arXiv:1503.05671. The two notions of
-curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
+doi:10.1111/j.2517-6161.1992.tb01875.x.
 
 Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
 dim 1 of the output. A nan in the output makes nan of everything that depends on it.

@@ -54,7 +54,8 @@ def require_weighted_sum(
     measured, masses = shares(loss, *where), sample_masses(loss, *where)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
-        raise NoWeightedSum(loss, f"shares {_some(measured)} where its terms say {_some(expected)}")
+        some = [", ".join(f"{float(v):.3g}" for v in values[:4]) for values in (measured, expected)]
+        raise NoWeightedSum(loss, f"shares {some[0]} where its terms say {some[1]}")
     if settings is not None:
         if len(CHECKED) >= MOST_CHECKED:  # batches of ever other lengths
             CHECKED.clear()
@@ -87,12 +88,7 @@ def count_alike(
 
 
 def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:
-    """The shares m_n of the samples' own losses in the loss of the batch.
-
-    Found from the gradients of both at the output and at two others nearby, with the targets as they are; also further
-    away for samples whose gradient is zero at these, as within the margin of a hinge. (N,), at least float32; zero if
-    the loss does not depend on the sample at any of these outputs. Raises `NoWeightedSum`.
-    """
+    """The shares m_n of the samples' own losses, (N,); zero where the loss depends on the sample at no output tried."""
     dtype = torch.promote_types(output.dtype, torch.float32)
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
@@ -185,7 +181,7 @@ def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses,
 
 
 def _points(outputs: Point, count: int, dim: int) -> Iterator[Point]:
-    """The outputs, two others made of the outputs of several samples, and some further away."""
+    """The outputs, two others made of several samples' outputs, and some further away, as beyond a hinge's margin."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda f, like: f(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
     outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
@@ -257,10 +253,6 @@ def _rounded(measured: Tensor, is_known: Tensor) -> Tensor:
 
 def _near(values: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool(((values - expected).abs() <= 10 * torch.finfo(values.dtype).eps ** 0.5 * scale).all())
-
-
-def _some(values: Tensor) -> str:
-    return ", ".join(f"{float(v):.3g}" for v in values[:4])
 
 
 class SampleMasses:

@@ -1,15 +1,10 @@
 """Curvature of a loss at the model's output: products with it, roots of it, and gradients at sampled labels.
 
 For sample n, H is a curvature of the per-sample loss l_n at its rows of the output. l_n is a sum of *terms* times their
-*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1),
-and a term of mass 1 has the H of its likelihood (`likelihoods`), which `table` names for each torch loss. For every
-other loss, H is the Hessian, by differentiating twice.
-
-A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
-Arguments and results have shape (k, *output.shape).
-
-Outputs are float32 or float64 without graph. Dim 0 holds N samples of one row each or, with ``count`` = N, N*m rows, m
-consecutive ones per sample; dim 1 holds the classes.
+*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1), and a term
+of mass 1 has the H of its likelihood, which `table` names for each torch loss. For every other loss, H is the Hessian,
+by differentiating twice. A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a
+product is u -> H u. Arguments and results have shape (k, *output.shape).
 """
 
 from __future__ import annotations
@@ -42,24 +37,17 @@ COLUMNS_PER_CHUNK = 64  # columns of H at a time
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """H at one output.
+    """H at one output."""
 
-    Attributes:
-        product: builds the graph for products and returns u -> H u.
-        root: eps -> S eps; None if only a decomposition of H gives it.
-        columns: the columns of a root of H, as few as possible; None if there is no `root`.
-        diagonal: of H, in the shape of the output; None if it needs a product for every entry.
-    """
-
-    product: Callable[[], LinearMap]
-    root: LinearMap | None = None
-    columns: Columns | None = None
-    diagonal: Callable[[], Tensor] | None = None
+    product: Callable[[], LinearMap]  # builds the graph for products and returns u -> H u
+    root: LinearMap | None = None  # eps -> S eps; None if only a decomposition of H gives it
+    columns: Columns | None = None  # of a root of H, as few as possible; None if there is no `root`
+    diagonal: Callable[[], Tensor] | None = None  # in the shape of the output; None if it needs products
 
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, at least float32."""
+    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, float32 or float64."""
 
     output: Tensor
     loss: Any  # a `Loss`, or None where none is needed
@@ -106,9 +94,8 @@ class OutputBatch:
 
     def unit_vectors(self, entries: Tensor) -> Tensor:
         """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
-        vectors = self.output.new_zeros(len(entries), 1, self.size)
-        vectors[torch.arange(len(entries), device=self.output.device), 0, entries] = 1
-        return vectors.expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
+        vectors = self.output.new_zeros(len(entries), self.size).scatter_(1, entries[:, None], 1)
+        return vectors[:, None].expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
 
     @cached_property
     def resolved(self) -> tuple[Any, TorchLoss | None]:
@@ -200,7 +187,14 @@ class OutputBatch:
             return self._probed_masses(loss, row, target).reshape(masses.shape)
         terms = masses[:, : output.shape[1] // 2] if row.heads else masses
         if isinstance(target, Tensor) and row.classes is None:
-            _require_broadcast(loss, terms, target)
+            sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
+            if target.ndim > terms.ndim or any(
+                size not in (1, full) for size, full in sizes
+            ):  # more terms than entries
+                raise ValueError(
+                    f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by "
+                    "entry: give both the same shape"
+                )
         # batchmean sums within a sample
         return masses / (terms.numel() // self.count) if getattr(loss, "reduction", "mean") == "mean" else masses
 
@@ -270,16 +264,6 @@ class OutputBatch:
         return ValueError(
             f"the Hessian of {name_of(self.loss)} depends on the target, which is missing: pass target= (in an "
             "optimizer, choose isotropic(), which needs none)"
-        )
-
-
-def _require_broadcast(loss: Loss, terms: Tensor, target: Tensor) -> None:
-    """Refuse a target that would broadcast the output to more terms than it has entries."""
-    sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
-    if target.ndim > terms.ndim or any(size not in (1, full) for size, full in sizes):
-        raise ValueError(
-            f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by entry: "
-            "give both the same shape"
         )
 
 

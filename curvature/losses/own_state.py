@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ TORCHS = frozenset(vars(nn.Module())) - {"_buffers"}  # that no forward pass cha
 CONTAINERS = list, dict, set, deque
 FIXED = ModuleType, FunctionType, BuiltinFunctionType, type  # what a function reads to call it
 OTHERS = "torch", "curvature"  # packages whose functions keep nothing of a loss
+EMPTY = CellType()  # of a variable without a value
 PLAIN = str, float, int, bool, type(None)
 MOST_SETTINGS = 100
 ASKED, KEEPS = ("asked what it keeps",), "keeps"
@@ -155,7 +156,7 @@ def _places(loss: Any, seen: set[int]) -> Iterator[Place]:
         yield from _attributes(loss)
     else:
         names, cells = _names(loss.__code__), zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
-        around = [Place(cell, name) for name, cell in cells if _is_filled(cell)]
+        around = [Place(cell, name) for name, cell in cells if cell != EMPTY]
         package = str(loss.__globals__.get("__name__", "")).partition(".")[0]
         around += [Place(loss.__globals__, name) for name in names if name in loss.__globals__]
         for place in around:
@@ -181,14 +182,6 @@ def _names(code: CodeType) -> set[str]:
     """The names that a function reads or writes, and those of the functions in it."""
     inner = [_names(own) for own in code.co_consts if isinstance(own, CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _copied(value: Any) -> Any:

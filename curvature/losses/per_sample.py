@@ -21,18 +21,10 @@ def per_sample_losses(
 ) -> Tensor:
     """The loss of every sample alone (N,): l_n is ``loss`` called on a batch of that one sample.
 
-    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean.
-
-    Args:
-        loss: a torch loss module, whose ``weight`` and ``pos_weight`` are split with the output, or any callable
-            ``loss(output, target) -> scalar``, of which only the arguments are split into samples.
-        output: of size N, or N*m for m consecutive rows per sample, along ``output_dim``; otherwise of any shape.
-        target: likewise along ``target_dim``, with its own m; None; or a tuple, list or dict of these.
-        count: N, the number of samples.
-
-    Raises:
-        ValueError: a size is not a multiple of N, the target cannot be split, the loss would broadcast shapes across
-            samples, it returns no scalar, or its ``reduction`` is neither a mean nor a sum.
+    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean. The output has
+    N = ``count`` samples along ``output_dim``, or m consecutive rows for each; so has every tensor of the target (which
+    may be None, or a tuple, list or dict) along ``target_dim``, with its own m. Of a callable only the arguments are
+    split into samples; ``weight`` and ``pos_weight`` of a torch loss are split with the output.
     """
     loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
     row = TORCH_LOSSES.get(type(loss))
@@ -61,10 +53,9 @@ def sample_masses(
 ) -> Tensor:
     """The masses m_n of the samples in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
 
-    m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored.
-    It is 1 if the loss is a sum (the loss of the batch is then ``sum_n m_n l_n``), and for
-    ``KLDivLoss(reduction="batchmean")``, which averages over samples. Those of a callable have to be found (`masses`).
-    Shape (N,), at least float32; arguments and errors as for `per_sample_losses`. Without a target, all terms count 1.
+    m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored;
+    without a target, all count. It is 1 if the loss is a sum (that of the batch is then ``sum_n m_n l_n``), or averages
+    over samples ("batchmean"). Those of a callable have to be found (`masses`). Shape (N,), at least float32.
     """
     loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
     ones = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)

@@ -1,10 +1,8 @@
-"""What is known of torch's losses: a row for each. A new loss is one row of `TORCH_LOSSES`.
+"""What is known of torch's losses: a row of `TORCH_LOSSES` for each. `resolve` makes what a user passes a callable.
 
 A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
 divides by the *mass* of its terms: their number or, with class indices, the total weight of the classes that are not
 ignored. Every other callable is run on each sample alone.
-
-`resolve` turns what a user passes into a callable of (output, target). Call only what it returns.
 """
 
 from __future__ import annotations
@@ -109,34 +107,21 @@ def join_heads(loss: Loss, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """A row of the table.
+    """A row of the table. The target has the shape of the output or, if torch takes class indices, of the terms."""
 
-    Attributes:
-        function: of ``torch.nn.functional``, the same as the module with default arguments.
-        classes: the dim of the output that a term sums over; None: every entry is a term. The target has the shape of
-            the output or, if torch takes class indices, that of the terms.
-        heads: whether a term uses an entry of each half of dim 1, a mean and its variance.
-        broadcasts: whether torch broadcasts output and target of different shapes.
-        masses: (loss, target) -> the mass of each term in a mean, in the shape of the terms. None: all are 1.
-        likelihood: (loss, output) -> the likelihood of terms of mass 1, for a negative log-likelihood.
-        is_diagonal: whether the Hessian is known to be diagonal, though not by a likelihood.
-        probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
-        weight: attribute of the loss that makes the masses depend on the target.
-        stand_in: output -> a substitute for a missing target.
-        labels: the distribution of a label given the output, as posteriors predict it.
-    """
-
-    function: Callable[..., Tensor] | None
-    classes: int | None = None
-    heads: bool = False
-    broadcasts: bool = False
+    function: Callable[..., Tensor] | None  # the same as the module with default arguments
+    classes: int | None = None  # the dim of the output that a term sums over; None: every entry is a term
+    heads: bool = False  # whether a term uses an entry of each half of dim 1, a mean and its variance
+    broadcasts: bool = False  # whether torch broadcasts output and target of different shapes
+    # (loss, target) -> the mass of each term in a mean, in the shape of the terms; None: all are 1
     masses: Callable[[Any, Tensor], Tensor | None] | None = None
-    likelihood: Callable[[Any, Tensor], Likelihood] | None = None
-    is_diagonal: bool = False
+    likelihood: Callable[[Any, Tensor], Likelihood] | None = None  # (loss, output) -> that of terms of mass 1
+    is_diagonal: bool = False  # whether the Hessian is known to be diagonal, though not by a likelihood
+    # output -> (f, value): a term of mass 1 has this value if all of the output is f; None: all masses are 1
     probe: Callable[[Tensor], tuple[float, float]] | None = None
-    weight: str = ""
-    stand_in: Callable[[Tensor], Tensor] | None = None
-    labels: LabelDistribution | None = None
+    weight: str = ""  # the attribute of the loss that makes the masses depend on the target
+    stand_in: Callable[[Tensor], Tensor] | None = None  # output -> a substitute for a missing target
+    labels: LabelDistribution | None = None  # of a label given the output, as posteriors predict it
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
         """Shape of the output without the dim of classes, or of one head."""
