@@ -36,22 +36,13 @@ Kernel = Callable[..., Results | None]
 
 @dataclass(frozen=True)
 class Blockwise:
-    """A function of a mask and of tensors (samples, heads, tokens, features), computed a block at a time.
+    """A function of a mask and of tensors (samples, heads, tokens, features), computed a block at a time."""
 
-    Attributes:
-        function: takes the first query of a block, the block of the mask, and those of the tensors.
-        arguments: of each tensor whether its tokens are queries, of which a block has some; else it has all.
-        results: likewise; what is not by query is summed over the blocks of queries.
-        keys: how many tokens the others have.
-        kernels: what gives the results at once, or None where there is no kernel for these tensors; then what does so
-            for its `pullback`.
-    """
-
-    function: Callable[..., Results]
-    arguments: tuple[bool, ...]
-    results: tuple[bool, ...]
-    keys: int
-    kernels: tuple[Kernel, ...] = ()
+    function: Callable[..., Results]  # of a block: from its first query, its part of the mask, those of the tensors
+    arguments: tuple[bool, ...]  # of each tensor whether its tokens are queries, of which a block has some; else all
+    results: tuple[bool, ...]  # likewise; what is not by query is summed over the blocks of queries
+    keys: int  # how many tokens the others have
+    kernels: tuple[Kernel, ...] = ()  # give all at once, or None where torch has none; then those of the `pullback`
 
     def pullback(self) -> Blockwise:
         """Of (mask, *tensors, *vectors sent back to the results), to the gradients of the tensors."""
@@ -166,11 +157,9 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``scaled_dot_product_attention``, in blocks where that holds less.
-
-    Torch's own runs where there are few scores, dropout (which draws as many numbers), or a mask to be differentiated
-    (which is as large), and under activation checkpointing, whose second run does not come here.
-    """
+    """``scaled_dot_product_attention``, in blocks where that holds less."""
+    # torch's own for few scores, dropout (which draws as many numbers), a mask to be differentiated (which is as
+    # large), and under activation checkpointing, whose second run does not come here
     given: tuple[Tensor, ...] = (query, key, value)
     kind = query.device.type
     are_few = math.prod(query.shape[:-1]) * key.shape[-2] <= _scores_at_once(query)

@@ -18,10 +18,7 @@ Table = Mapping[Callable[..., Any], Callable[..., Any]]  # functions of torch, a
 
 
 class AttentionInBlocks(TorchFunctionMode):
-    """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it.
-
-    The functions in `formulas` run as what stands for them there.
-    """
+    """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it."""
 
     formulas: ClassVar[Table] = {F.scaled_dot_product_attention: attention}
 
@@ -57,9 +54,7 @@ def instance_norm(
 ) -> Tensor:  # fmt: skip
     if use_input_stats:
         F.instance_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
-    return formulas.instance_norm(
-        input, running_mean, running_var, weight, bias, use_input_stats or running_mean is None, momentum, eps
-    )
+    return formulas.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
 class ExactNorms(TwiceDifferentiable):

@@ -1,7 +1,4 @@
-"""Formulas for functions of torch.nn, with correct derivatives of every order.
-
-Several fused kernels have wrong third derivatives in torch 2.13 (layer norm: pytorch issue 175754, batch norm: 186256).
-"""
+"""Formulas for functions of torch.nn, with correct derivatives of every order, which some fused kernels lack."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Batch norm with running statistics.
-
-    Raises:
-        MixesSamples: it would use the statistics of the batch.
-    """
+    """Batch norm with running statistics; `MixesSamples` where it would use those of the batch."""
     if training or running_mean is None:
         raise MixesSamples(weight, bias, running_mean, running_var)
     shape = _along_channels(input)
@@ -153,12 +146,6 @@ def norm(input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtyp
     return x.square().sum(dim, keepdim=keepdim).sqrt()
 
 
-def vector_norm(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return norm(x, ord, dim, keepdim, dtype)
-
-
 def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """``torch.linalg.norm``; the matrix norm of order 2, a singular value, has no formula here."""
     if isinstance(dim, tuple | list) and len(dim) > 1 and ord not in (None, "fro"):
@@ -175,10 +162,6 @@ def var(
     square = (input - input.mean(dim, keepdim=True)).square()
     size = math.prod(input.shape[k] for k in ([dim] if isinstance(dim, int) else dim))
     return square.sum(dim, keepdim=keepdim) / (size - correction)
-
-
-def std(*args: Any, **kwargs: Any) -> Tensor:
-    return var(*args, **kwargs).sqrt()
 
 
 def prod(input: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
@@ -206,18 +189,6 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(input > 0, input, weight * input)
 
 
-def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return torch.where(mask, value, input)
-
-
-def where(input: Tensor, condition: Tensor, other: Any) -> Tensor:
-    return torch.where(condition, input, other)
-
-
-def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return beta * input + alpha * (a @ b)
-
-
 def flat_bags(input: Tensor, offsets: Any, bags: int, include_last_offset: bool) -> tuple[Tensor, Tensor]:
     """The looked-up rows and their bags, both (number of look-ups,)."""
     if input.ndim == 2:
@@ -231,10 +202,10 @@ def flat_bags(input: Tensor, offsets: Any, bags: int, include_last_offset: bool)
 
 
 def weights_in_bags(
-    index: Tensor, bag: Tensor, bags: int, dtype: torch.dtype, mode: str, per_sample: Any, frozen: int | None
+    index: Tensor, bag: Tensor, bags: int, dtype: torch.dtype, mode: str, per_sample: Any, frozen: int
 ) -> Tensor:
     """What each looked-up row counts for in its bag."""
-    scale = torch.ones_like(index, dtype=dtype) if frozen is None else (index != frozen).to(dtype)
+    scale = (index != frozen).to(dtype)
     if mode == "mean":
         scale = scale / scale.new_zeros(bags).index_add(0, bag, scale).clamp(min=1)[bag]
     return scale if per_sample is None else scale * per_sample.reshape(-1)[: len(index)]
@@ -263,11 +234,11 @@ def embedding_bag(
     if scale_grad_by_freq:
         return like
     bags = len(like)
-    frozen = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
     if mode == "max":
-        chosen, is_empty = (x[:bags] for x in chosen_rows(weight, input, offsets, include_last_offset, frozen))
+        chosen, is_empty = (x[:bags] for x in chosen_rows(weight, input, offsets, include_last_offset, padding_idx))
         return weight.gather(0, chosen).masked_fill(is_empty[:, None], 0)
     index, bag = flat_bags(input, offsets, bags, include_last_offset)
+    frozen = -1 if padding_idx is None else padding_idx % len(weight)
     scale = weights_in_bags(index, bag, bags, weight.dtype, mode, per_sample_weights, frozen)
     return torch.zeros_like(like).index_add(0, bag, weight[index] * scale[:, None])
 
@@ -277,12 +248,9 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -
 
 
 NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.layer_norm: layer_norm,
-    torch.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    F.group_norm: group_norm,
-    torch.group_norm: group_norm,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), layer_norm),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), rms_norm),
+    **dict.fromkeys((F.group_norm, torch.group_norm), group_norm),
     F.instance_norm: instance_norm,
     F.batch_norm: batch_norm,
     torch.batch_norm: weights_first(batch_norm),
@@ -297,17 +265,21 @@ FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.dropout: _dropout(torch.dropout),
     torch.feature_dropout: _dropout(torch.feature_dropout),
     **dict.fromkeys((torch.norm, Tensor.norm), norm),
-    torch.linalg.vector_norm: vector_norm,
+    torch.linalg.vector_norm: lambda x, ord=2, *args, **kwargs: norm(x, ord, *args, **kwargs),
     torch.linalg.norm: linalg_norm,
     **dict.fromkeys((torch.var, Tensor.var), var),
-    **dict.fromkeys((torch.std, Tensor.std), std),
+    **dict.fromkeys((torch.std, Tensor.std), lambda *args, **kwargs: var(*args, **kwargs).sqrt()),
     **dict.fromkeys((torch.prod, Tensor.prod), prod),
     **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
     **dict.fromkeys((torch.diff, Tensor.diff), diff),
-    F.glu: glu,
-    torch._C._nn.glu: glu,
+    **dict.fromkeys((F.glu, torch._C._nn.glu), glu),
     **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
-    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill), masked_fill),
-    Tensor.where: where,
-    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), addmm),
+    **dict.fromkeys(
+        (torch.masked_fill, Tensor.masked_fill), lambda input, mask, value: torch.where(mask, value, input)
+    ),
+    Tensor.where: lambda input, condition, other: torch.where(condition, input, other),
+    **dict.fromkeys(
+        (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm),
+        lambda input, a, b, *, beta=1, alpha=1: beta * input + alpha * (a @ b),
+    ),
 }

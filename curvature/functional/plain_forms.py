@@ -14,11 +14,6 @@ from torch import Tensor
 from curvature.functional.recurrent import RECURRENT
 
 
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """The fused kernel has wrong second derivatives: a Hessian through it is not symmetric."""
-    return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **options: Any) -> Tensor:
     """A learnt mask that samples share is expanded first: each sample's gradient arrives there, not the sum of all."""
     mask = attn_mask.expand(_scores(query, key, options))
@@ -41,7 +36,8 @@ def _shares_learnt_mask(query: Tensor, key: Tensor, *args: Any, **options: Any) 
 
 PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT,
-    torch._weight_norm: _weight_norm,
+    # the fused kernel has wrong second derivatives: a Hessian through it is not symmetric
+    torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
     F.scaled_dot_product_attention: _attention,
 }
 
@@ -49,19 +45,18 @@ PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
 def plain_form(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """The plain form of a fused function, if it runs in it: not packed sequences, nor attention without a learnt mask
-    that samples share.
+    """The plain form of a fused function; None for packed sequences, and attention without a learnt mask to expand.
 
     Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
     """
-    run = PLAIN_FORMS[function]
     if is_checkpointed():
         return None
     if function is F.scaled_dot_product_attention:
-        return run if _shares_learnt_mask(*args, **kwargs) else None
-    packed = len(args) == 9 and isinstance(args[3], tuple | list)
-    return None if packed else run
+        has_one = _shares_learnt_mask(*args, **kwargs)
+    else:
+        has_one = len(args) != 9 or not isinstance(args[3], tuple | list)
+    return PLAIN_FORMS[function] if has_one else None
 
 
 def is_checkpointed() -> bool:
@@ -71,10 +66,9 @@ def is_checkpointed() -> bool:
 
 @cache
 def traceable_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of torch.nn.functional in a form whose inner calls reach the mode (multi-head attention above all).
+    """The body of a function of torch.nn.functional, whose inner calls reach the mode; None for any other function.
 
-    Such a function is written in torch functions, but hands itself over as a whole as long as ``has_torch_function``
-    returns true. The same code with that answer fixed to false runs its body. None for functions of any other kind.
+    It hands itself over as a whole as long as ``has_torch_function`` is true; here that answer is fixed to false.
     """
     if not isinstance(func, types.FunctionType) or func.__module__ != "torch.nn.functional":
         return None

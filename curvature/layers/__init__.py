@@ -5,10 +5,10 @@ parameter (`curvature.terms`). The table is `RULES`; a new rule is one class wit
 """
 
 from curvature.layers import convolution, elementwise, embedding, matrix_products, normalisation
-from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
+from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported, register
 from curvature.layers.normalisation import uses_running_statistics
 
 __all__ = [
     "Layout", "RULES", "RecordedCall", "Rule", "Unsupported", "convolution", "elementwise", "embedding",
-    "matrix_products", "normalisation", "register", "sum_over_broadcast", "uses_running_statistics",
+    "matrix_products", "normalisation", "register", "uses_running_statistics",
 ]  # fmt: skip

@@ -51,21 +51,16 @@ class RecordedCall(NamedTuple):
 
 
 class Rule:
-    """How to view one layer's input and backprop per sample.
+    """How to view one layer's input and backprop per sample."""
 
-    Attributes:
-        functions: the torch functions that this rule covers.
-        signature: their arguments, in order.
-        parameters: the arguments that may be parameters.
-        bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
-        takes_vectors: whether `term` takes a `b` of several vectors (k, *output's shape), and then gives a term with
-            the backprops of k N samples, and with all else for N.
-    """
-
-    functions: ClassVar[Sequence[Callable[..., Any]]] = ()
-    signature: ClassVar[tuple[str, ...]] = ()
-    parameters: ClassVar[tuple[str, ...]] = ()
-    bias_of: ClassVar[Mapping[str, str]] = {}
+    functions: ClassVar[Sequence[Callable[..., Any]]] = ()  # the torch functions that this rule covers
+    signature: ClassVar[tuple[str, ...]] = ()  # their arguments, in order
+    parameters: ClassVar[tuple[str, ...]] = ()  # the arguments that may be parameters
+    bias_of: ClassVar[
+        Mapping[str, str]
+    ] = {}  # from a weight to the bias that acts as an input of it which is always one
+    # whether `term` takes several vectors (k, *output's shape) as `b`, and then has the backprops of k N samples, and
+    # all else of N
     takes_vectors: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -82,11 +77,7 @@ class Rule:
         return ()
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.
-
-        Raises:
-            Unsupported: this call has no per-sample view.
-        """
+        """The per-sample gradients of argument `slot`, given the output's backprop `b`; may raise `Unsupported`."""
         raise NotImplementedError
 
     def bias_slot(self, call: RecordedCall, slot: str) -> str | None:
@@ -94,10 +85,7 @@ class Rule:
         return self.bias_of.get(slot)
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        """How the output changes, to first order, as the arguments move along `directions`, of their shapes.
-
-        Where it is not overridden, the gradients of the arguments are differentiated instead.
-        """
+        """How the output changes, to first order, as the arguments move along `directions`; where that is written."""
         raise NotImplementedError
 
     def counts_over_batch(self, call: RecordedCall) -> bool:
@@ -110,19 +98,14 @@ RULES: dict[Callable[..., Any], Rule] = {}
 
 def register(rule: type[Rule]) -> type[Rule]:
     """Class decorator: add the rule to the table for each of its functions."""
-    instance = rule()
-    for function in rule.functions:
-        RULES[function] = instance
+    RULES.update(dict.fromkeys(rule.functions, rule()))
     return rule
 
 
 def sum_over_broadcast(
     per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int | None = None
 ) -> DenseGradients:
-    """Sum gradients (N, *output axes) over all axes along which a parameter of `shape` was broadcast.
-
-    `offset` is the output axis of the parameter's first axis; None aligns to the right, as broadcasting does.
-    """
+    """Sum gradients (N, *output axes) to a parameter of `shape` from axis `offset` on; None aligns to the right."""
     ndim = per_place.ndim - 1
     offset = ndim - len(shape) if offset is None else offset
     keep = {offset + k for k, size in enumerate(shape) if size != 1}

@@ -21,19 +21,11 @@ def _per_axis(value: Any, n: int) -> list[int]:
 
 def padding_amounts(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
     """Pairs (before, after) in the order of ``F.pad``: last axis first."""
-    n = len(kernel)
-    if padding == "valid":
-        return [0] * (2 * n)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return [p for p in reversed(_per_axis(padding, n)) for _ in range(2)]
-
-
-def _geometry(args: dict[str, Any], n: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Stride, dilation and groups."""
-    stride, dilation = (tuple(_per_axis(args.get(name, 1), n)) for name in ("stride", "dilation"))
-    return stride, dilation, args.get("groups", 1)
+    amounts = _per_axis(0 if padding == "valid" else padding, len(kernel))
+    return [p for p in reversed(amounts) for _ in range(2)]
 
 
 class _ConvolutionRule(Rule):
@@ -49,7 +41,9 @@ class _ConvolutionRule(Rule):
         b = layout.front_of_each(b, call.shape)
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
-        stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
+        stride, dilation = (
+            tuple(_per_axis(call.args.get(name, 1), weight.ndim - 2)) for name in ("stride", "dilation")
+        )
         added = _per_axis(call.args.get("output_padding", 0), len(stride))
         if any(p >= s for p, s in zip(added, stride, strict=True)):
             raise Unsupported("the output is padded by a step of the kernel or more: its adjoint has a longer output")
@@ -58,6 +52,7 @@ class _ConvolutionRule(Rule):
         slid_over, at_positions = layout.front(x.to(dtype)), b.to(dtype)  # by the kernel, and of it
         if self.is_transposed:
             slid_over, at_positions = at_positions, slid_over
+        groups = call.args.get("groups", 1)
         term = Convolution(slid_over, at_positions, tuple(weight.shape), stride, dilation, groups, tuple(padding))
         return TransposedConvolution(term) if self.is_transposed else term
 

@@ -35,8 +35,7 @@ SUMS, PRODUCTS = _functions(["add", "__add__", "__radd__"]), _functions(["mul", 
 class ElementwiseRule(Rule):
     """Any function that broadcasts its tensors and acts on each entry alone.
 
-    Differentiating it with the parameter expanded to the output's shape gives the gradients at each place. Those of
-    sums and products are written out: scales and shifts are in many models.
+    Differentiating it with the parameter expanded to the output's shape gives the gradients at each place.
     """
 
     functions = tuple(_functions(_NAMES) | {torch.special.xlogy})
@@ -55,9 +54,10 @@ class ElementwiseRule(Rule):
         shape = args[slot].shape
         if layout.dim >= len(call.shape):
             raise Unsupported("the output has no axis of samples")
-        known = _times_derivative(function, args, slot, b)
-        if known is not None:
-            return sum_over_broadcast(layout.front(known.to(args[slot].dtype)), shape, layout)
+        others = [x for name, x in args.items() if name != slot]
+        if len(others) == 1 and not b.is_complex() and function in SUMS | PRODUCTS:  # written out, for speed
+            per_place = b if function in SUMS else b * others[0]
+            return sum_over_broadcast(layout.front(per_place.to(args[slot].dtype)), shape, layout)
         expanded = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
         args[slot] = expanded
         with torch.enable_grad():
@@ -66,14 +66,6 @@ class ElementwiseRule(Rule):
             out = function(*positional, **rest)
         (per_place,) = torch.autograd.grad(out, expanded, b.to(out.dtype))
         return sum_over_broadcast(layout.front(per_place), shape, layout)
-
-
-def _times_derivative(function: Callable[..., Any], args: dict[str, Any], slot: str, b: Tensor) -> Tensor | None:
-    """The gradients at each place of a sum or a product of two real numbers; None for all else."""
-    others = [x for name, x in args.items() if name != slot]
-    if len(others) != 1 or b.is_complex() or function not in SUMS | PRODUCTS:
-        return None
-    return b if function in SUMS else b * others[0]
 
 
 @register

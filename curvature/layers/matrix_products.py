@@ -18,11 +18,7 @@ Labelled = tuple[Tensor, Labels]
 
 
 def outer_product(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> OuterProduct:
-    """The `OuterProduct` of the weight in an einsum ``data, weight -> out``; labels are those of einsum.
-
-    A label in out, data and weight is a group, in out and weight an output, in data and weight an input, in out and
-    data a place.
-    """
+    """The `OuterProduct` of the weight in an einsum ``data, weight -> out``; labels are those of einsum."""
     tensor, p_labels = weight
     sample = out[layout.dim]
     p = [q for q, size in zip(p_labels, tensor.shape, strict=True) if size != 1]
@@ -159,16 +155,6 @@ class BilinearRule(_ContractionRule):
         return {"input1": [*lead, "i"], "input2": [*lead, "j"], "weight": ["o", "i", "j"]}, [*lead, "o"]
 
 
-def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
-    """Labels of the operands and the output of ``torch.matmul``."""
-    left: list[Hashable] = ["k"] if x.ndim == 1 else ["i", "k"]
-    right: list[Hashable] = ["k"] if y.ndim == 1 else ["k", "j"]
-    tail = left[:-1] + right[1:]
-    lead = list(range(ndim - len(tail)))
-    more_x, more_y = max(0, x.ndim - 2), max(0, y.ndim - 2)
-    return [*lead[len(lead) - more_x :], *left], [*lead[len(lead) - more_y :], *right], [*lead, *tail]
-
-
 @register
 class MatmulRule(_ContractionRule):
     """Matrix products with a parameter on either side, batched or not."""
@@ -186,9 +172,13 @@ class MatmulRule(_ContractionRule):
         return super().bind(func, args, {self.names.get(k, k): v for k, v in kwargs.items()})
 
     def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
-        left, right = self.operands
-        *both, out = _matmul_labels(call.args[left], call.args[right], len(call.shape))
-        return dict(zip(self.operands, both, strict=True)), out
+        x, y = (call.args[name] for name in self.operands)
+        left: list[Hashable] = ["k"] if x.ndim == 1 else ["i", "k"]
+        right: list[Hashable] = ["k"] if y.ndim == 1 else ["k", "j"]
+        tail = left[:-1] + right[1:]
+        lead = list(range(len(call.shape) - len(tail)))
+        with_lead = lambda t, labels: [*lead[len(lead) - max(0, t.ndim - 2) :], *labels]
+        return dict(zip(self.operands, (with_lead(x, left), with_lead(y, right)), strict=True)), [*lead, *tail]
 
 
 @register
@@ -233,29 +223,25 @@ class EinsumRule(_ContractionRule):
         return {"equation": equation} | {f"operand{k}": x for k, x in enumerate(operands)}
 
     def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
-        operands = {name: x for name, x in call.args.items() if name != "equation"}
-        labels, out = _equation(call.args["equation"], list(operands.values()), len(call.shape))
-        return dict(zip(operands, labels, strict=True)), out
+        """An ellipsis becomes numbers, aligned to the right."""
+        operands = dict(call.args)
+        equation = operands.pop("equation")
+        if not isinstance(equation, str):
+            raise Unsupported("einsum in its sublist form")
+        left, arrow, right = equation.replace(" ", "").partition("->")
+        if not arrow:
+            letters = left.replace(",", "").replace("...", "")
+            right = "..." * ("..." in left) + "".join(sorted(q for q in set(letters) if letters.count(q) == 1))
+        inputs = dict(zip(operands, left.split(","), strict=True))
+        spans = [operands[name].ndim - len(s.replace("...", "")) for name, s in inputs.items() if "..." in s]
+        span = max(spans, default=0)
 
+        def expand(subscript: str, n: int) -> list[Hashable]:
+            head, dots, tail = subscript.partition("...")
+            middle = list(range(span - (n - len(head) - len(tail)), span)) if dots else []
+            return [*head, *middle, *tail]
 
-def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[list[list[Hashable]], list[Hashable]]:
-    """Labels of each operand and of the output; an ellipsis becomes numbers, aligned to the right."""
-    if not isinstance(equation, str):
-        raise Unsupported("einsum in its sublist form")
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    inputs = left.split(",")
-    if not arrow:
-        letters = left.replace(",", "").replace("...", "")
-        right = "..." * ("..." in left) + "".join(sorted(q for q in set(letters) if letters.count(q) == 1))
-    spans = [x.ndim - len(s.replace("...", "")) for s, x in zip(inputs, operands, strict=True) if "..." in s]
-    span = max(spans, default=0)
-
-    def expand(subscript: str, n: int) -> list[Hashable]:
-        head, dots, tail = subscript.partition("...")
-        middle = list(range(span - (n - len(head) - len(tail)), span)) if dots else []
-        return [*head, *middle, *tail]
-
-    labels = [expand(s, x.ndim) for s, x in zip(inputs, operands, strict=True)]
-    if any(len(set(row)) != len(row) for row in labels):
-        raise Unsupported("a repeated index of one operand (a diagonal)")
-    return labels, expand(right, ndim)
+        labels: dict[str, Labels] = {name: expand(s, operands[name].ndim) for name, s in inputs.items()}
+        if any(len(set(row)) != len(row) for row in labels.values()):
+            raise Unsupported("a repeated index of one operand (a diagonal)")
+        return labels, expand(right, len(call.shape))

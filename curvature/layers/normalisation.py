@@ -23,6 +23,14 @@ class _ScaleShift(Rule):
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
     takes_vectors = True
     first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
+    kernel = ""  # the node of torch's kernel that saves means and inverse deviations
+
+    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Means and inverse deviations that the kernel has saved, by which `normalize` takes a quarter of its time."""
+        node: Any = out.grad_fn
+        if type(node).__name__ != self.kernel or is_checkpointed() or torch._C._are_functorch_transforms_active():
+            return ()
+        return node._saved_result1.detach(), node._saved_result2.detach()
 
     def normalize(self, call: RecordedCall) -> Tensor:
         """The normalized input, before scale and shift."""
@@ -47,23 +55,12 @@ class _ScaleShift(Rule):
         """The gradients of the scale."""
         own = self.normalize(call)
         if b.ndim == own.ndim:
-            return sum_over_broadcast(layout.front(_times(own, b)), shape, layout, self.first_axis)
+            # in the memory of `own` where nothing has to know of it: early layers' inputs are large
+            is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
+            product = own.mul_(b) if is_plain else own * b
+            return sum_over_broadcast(layout.front(product), shape, layout, self.first_axis)
         rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
         return DenseGradients(torch.cat(rows))
-
-
-def _times(own: Tensor, b: Tensor) -> Tensor:
-    """``own * b``, in the memory of `own` where nothing has to know of it: early layers' inputs are large."""
-    is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
-    return own.mul_(b) if is_plain else own * b
-
-
-def _saved_statistics(out: Tensor, kind: str) -> tuple[Tensor, ...]:
-    """Means and inverse deviations that torch's kernel has saved, by which `normalize` takes a quarter of its time."""
-    node: Any = out.grad_fn
-    if type(node).__name__ != kind or is_checkpointed() or torch._C._are_functorch_transforms_active():
-        return ()
-    return node._saved_result1.detach(), node._saved_result2.detach()
 
 
 @register
@@ -71,9 +68,7 @@ class LayerNormRule(_ScaleShift):
     functions = (F.layer_norm,)
     signature = ("input", "normalized_shape", "weight", "bias", "eps")
     first_axis = None
-
-    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
-        return _saved_statistics(out, "NativeLayerNormBackward0")
+    kernel = "NativeLayerNormBackward0"
 
     def normalize(self, call: RecordedCall) -> Tensor:
         args = call.args
@@ -97,9 +92,7 @@ class RMSNormRule(_ScaleShift):
 class GroupNormRule(_ScaleShift):
     functions = (F.group_norm,)
     signature = ("input", "num_groups", "weight", "bias", "eps")
-
-    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
-        return _saved_statistics(out, "NativeGroupNormBackward0")
+    kernel = "NativeGroupNormBackward0"
 
     def normalize(self, call: RecordedCall) -> Tensor:
         x, groups = call.args["input"], call.args["num_groups"]

@@ -23,7 +23,6 @@ from curvature.losses.per_sample import is_entrywise, per_sample_losses
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
     TORCH_LOSSES,
-    GaussianNLLLoss,
     Loss,
     is_torch_loss,
     join_heads,
@@ -33,7 +32,7 @@ from curvature.losses.table import (
 )
 
 __all__ = [
-    "Curved", "GaussianNLLLoss", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
+    "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
     "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "is_torch_loss", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
     "reduction_of", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",

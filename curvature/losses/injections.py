@@ -2,18 +2,9 @@
 
 All are in the unit of the *per-sample loss* l_n, the loss on a batch of sample n alone. With H the Hessian of l_n at
 ``output[n]`` (the expected Hessian if l_n is a negative log-likelihood), v_k the k-th vector at sample n, and E the
-mean over the randomness, which is independent between samples:
-
-=================  =======================================================================================
-``exact()``        sum_k v_k v_k^T = H
-``sampled(k)``     E sum_k v_k v_k^T = H; labels drawn from the model (arXiv:1503.05671, arXiv:1905.12558)
-``propagated(k)``  E sum_k v_k v_k^T = H; random signs through a root of H (arXiv:1206.6464)
-``isotropic(k)``   E sum_k v_k v_k^T = I; every term of the loss replaced by 1/2 ||f||^2
-``empirical()``    v_1 is the gradient of l_n itself
-=================  =======================================================================================
-
-Sources: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; Martens & Grosse 2015, arXiv:1503.05671; Kunstner,
-Balles & Hennig 2019, arXiv:1905.12558 (why the empirical Fisher differs from the others).
+mean over the randomness, which is independent between samples, the functions below say what sum_k v_k v_k^T is.
+Sources: Martens, Sutskever & Swersky 2012, arXiv:1206.6464 (`propagated`); Martens & Grosse 2015, arXiv:1503.05671
+(`sampled`); Kunstner, Balles & Hennig 2019, arXiv:1905.12558 (why the empirical Fisher differs from the others).
 
 The global random state is neither read nor changed. Without ``generator=``, every call starts from `SEED` and draws the
 same numbers: to average over calls, keep a generator and pass it to each.
@@ -37,6 +28,7 @@ VECTORS_PER_CHUNK = 64
 
 VectorPair = tuple[Tensor, Tensor | None]  # left and right; None: right is left
 MakeVectors = Callable[[int, int], Tensor]  # (start, stop) -> vectors start..stop, in float32 or float64
+Draw = Callable[[int, torch.Generator], Tensor]  # (number of vectors, generator) -> vectors for k = 1
 MakePairs = Callable[[int, int], VectorPair]
 
 
@@ -78,14 +70,9 @@ class Injection:
         return make(0, k).to(output.dtype)
 
     def chunks(
-        self,
-        output: Tensor,
-        loss: Loss | None = None,
-        target: Any = None,
-        *,
-        size: int = VECTORS_PER_CHUNK,
+        self, output: Tensor, loss: Loss | None = None, target: Any = None, *, size: int = VECTORS_PER_CHUNK,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Yield the vectors ``size`` at a time, which bounds memory: (size or fewer, *output.shape) each.
 
         Arguments, errors and the vectors of all chunks together are as for `vectors`. Random numbers may depend on
@@ -99,24 +86,16 @@ class Injection:
         return (make(start, min(start + size, k)).to(output.dtype) for start in range(0, k, size))
 
     def pairs(
-        self,
-        output: Tensor,
-        loss: Loss | None = None,
-        target: Any = None,
-        *,
-        count: int,
-        size: int = VECTORS_PER_CHUNK,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[VectorPair]:
+        self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int,
+        size: int = VECTORS_PER_CHUNK, generator: torch.Generator | None = None,
+    ) -> Iterator[VectorPair]:  # fmt: skip
         """Yield chunks (left, right) of vectors whose outer products add up to M_n for every sample n.
 
         Unlike `vectors`, works for losses that are not convex, and never decomposes a Hessian for ``exact()``.
 
         Args:
             output: shape (N, ...), or (N*m, ...) for samples of m consecutive rows each.
-            loss: as for `vectors`; that of a sample is of its m rows.
-            target: as for `vectors`.
-            generator: as for `vectors`.
+            loss, target, generator: as for `vectors`; the loss of a sample is of its m rows.
             count: N.
             size: maximum number of vectors at a time.
 
@@ -126,26 +105,21 @@ class Injection:
             has entries between them.
 
         Raises:
-            ValueError: as for `vectors`, except that `exact` allows non-convex losses; ``count`` or ``size`` is
-                invalid.
+            ValueError: as for `vectors`, but for losses that are not convex; ``count`` or ``size`` is invalid.
         """
         _require_size(size)
         k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))
-        return (_cast_pair(output.dtype, make(start, min(start + size, k))) for start in range(0, k, size))
+        cast = lambda left, right: (left.to(output.dtype), None if right is None else right.to(output.dtype))
+        return (cast(*make(start, min(start + size, k))) for start in range(0, k, size))
 
     def number(self, output: Tensor, count: int) -> int:
         """How many vectors `pairs` yields in all, at most."""
         raise NotImplementedError
 
     def product(
-        self,
-        output: Tensor,
-        loss: Loss | None = None,
-        target: Any = None,
-        *,
-        count: int,
+        self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int,
         generator: torch.Generator | None = None,
-    ) -> LinearMap:
+    ) -> LinearMap:  # fmt: skip
         """Return z -> M_n z for every sample n, both of shape (k, *output.shape), for any k.
 
         Random vectors are drawn once, here: M_n is the same at every call. Arguments and errors as for `pairs`.
@@ -173,11 +147,11 @@ class Injection:
     def _product(self, batch: OutputBatch) -> LinearMap:
         k, make = self._pair_source(batch)
         left, right = make(0, k)
-        flat = batch.flat(left), batch.flat(left if right is None else right)
+        left, right = batch.flat(left), batch.flat(left if right is None else right)
 
         def apply(z: Tensor) -> Tensor:
-            along = torch.einsum("knd,jnd->jkn", flat[1], batch.flat(z))
-            return torch.einsum("knd,jkn->jnd", flat[0], along).reshape(z.shape)
+            along = torch.einsum("knd,jnd->jkn", right, batch.flat(z))
+            return torch.einsum("knd,jkn->jnd", left, along).reshape(z.shape)
 
         return apply
 
@@ -214,20 +188,20 @@ class Exact(Injection):
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         root = self._root(batch)
-        return self.number(batch.output, batch.count), lambda start, stop: root(batch.basis(start, stop))
+        return batch.size, lambda start, stop: root(batch.basis(start, stop))
 
     def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
         curvature = self._curvature(batch)
         if curvature.columns is not None:
             k, columns = curvature.columns
             return k, lambda start, stop: (columns(start, stop), None)
-        k, product = self.number(batch.output, batch.count), curvature.product()
+        product = curvature.product()
 
         def make(start: int, stop: int) -> VectorPair:
             left = batch.basis(start, stop)
             return left, product(left)
 
-        return k, make
+        return batch.size, make
 
     def _product(self, batch: OutputBatch) -> LinearMap:
         return self._curvature(batch).product()
@@ -251,7 +225,7 @@ class Curved(Exact):
 
 @dataclass(frozen=True, repr=False)
 class Random(Injection):
-    """Base of injections of ``k`` random vectors; ``_draws`` returns (count, generator) -> vectors for k = 1."""
+    """Base of injections of ``k`` random vectors; ``_draws`` makes them for k = 1."""
 
     is_random: ClassVar[bool] = True
     k: int = 1
@@ -267,7 +241,7 @@ class Random(Injection):
         draw, source = self._draws(batch), batch.source(SEED)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5 if self.k > 1 else draw(1, source)
 
-    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, batch: OutputBatch) -> Draw:
         raise NotImplementedError
 
 
@@ -275,8 +249,9 @@ class Random(Injection):
 class Sampled(Random):
     """See `sampled`."""
 
-    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        return self._with_loss(batch).sampler()
+    def _draws(self, batch: OutputBatch) -> Draw:
+        unit, scale = self._with_loss(batch).drawn_from()
+        return lambda k, source: scale * unit.draw(k, source)
 
     def number(self, output: Tensor, count: int) -> int:
         return min(self.k, output.numel() // count)
@@ -285,28 +260,26 @@ class Sampled(Random):
         number = self.number(batch.output, batch.count)
         if number == self.k:
             return super()._pair_source(batch)
-        root = self._with_loss(batch).drawn_root(self.k, batch.source(SEED))
-        return number, lambda start, stop: (root(batch.basis(start, stop)) / self.k**0.5, None)
+        unit, scale = self._with_loss(batch).drawn_from()
+        root = unit.drawn_root(self.k, batch.source(SEED))
+        return number, lambda start, stop: (scale * root(batch.basis(start, stop)) / self.k**0.5, None)
 
 
 @dataclass(frozen=True, repr=False)
 class Propagated(Random):
     """See `propagated`."""
 
-    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        root = self._with_loss(batch).root()
-        shape = batch.output.shape
-        options: Any = {"dtype": batch.output.dtype, "device": batch.output.device}
-        return lambda k, source: root(torch.randint(2, (k, *shape), generator=source, **options) * 2 - 1)
+    def _draws(self, batch: OutputBatch) -> Draw:
+        root, new = self._with_loss(batch).root(), batch.output.new_empty
+        return lambda k, source: root(new(k, *batch.output.shape).random_(2, generator=source) * 2 - 1)
 
 
 @dataclass(frozen=True, repr=False)
 class Isotropic(Random):
     """See `isotropic`."""
 
-    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        output, new = batch.output, dict[str, Any](dtype=batch.output.dtype, device=batch.output.device)
-        draw = lambda k, source: torch.randn(k, *output.shape, generator=source, **new)
+    def _draws(self, batch: OutputBatch) -> Draw:
+        draw = lambda k, source: batch.output.new_empty(k, *batch.output.shape).normal_(generator=source)
         if batch.loss is None:
             return draw
         scale = batch.masses(strict=False).sqrt()
@@ -323,7 +296,7 @@ class Empirical(Injection):
         return 1
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
-        loss: Any = self._with_loss(batch).loss
+        loss = self._with_loss(batch).loss
         point = batch.output.requires_grad_()
         try:
             with torch.enable_grad():
@@ -332,9 +305,8 @@ class Empirical(Injection):
         except Exception as error:  # whatever a loss raises that takes a target
             if batch.target is not None:
                 raise
-            raise ValueError(
-                "empirical() is the gradient of the loss at the target, which is missing: pass target="
-            ) from error
+            why = "empirical() is the gradient of the loss at the target, which is missing: pass target="
+            raise ValueError(why) from error
         return 1, lambda start, stop: gradient[None][start:stop]
 
 
@@ -342,11 +314,10 @@ def exact() -> Injection:
     """All columns of a root of the Hessian: sum_k v_k v_k^T = H, without randomness.
 
     There are as many vectors as entries in one sample's output (classes times places); matrices of a cross-entropy over
-    C classes need C - 1 for each place. If the loss is a negative
-    log-likelihood (those of `sampled`), H is the Fisher information at the output, that is the expected Hessian over
-    labels drawn from the model. It needs no target, except for class weights, ``pos_weight`` and ignored places.
-    ``NLLLoss`` takes log-probabilities whose exponentials sum to one: after a log-softmax it gives what
-    ``CrossEntropyLoss`` gives for the logits.
+    C classes need C - 1 for each place. If the loss is a negative log-likelihood (those of `sampled`), H is the Fisher
+    information at the output, that is the expected Hessian over labels drawn from the model. It needs no target, except
+    for class weights, ``pos_weight`` and ignored places. ``NLLLoss`` takes log-probabilities whose exponentials sum to
+    one: after a log-softmax it gives what ``CrossEntropyLoss`` gives for the logits.
 
     For every other loss, H is the Hessian of l_n and needs the target. ``vectors()`` and ``chunks()`` then require a
     loss that is convex in the output; ``pairs()`` and ``product()`` do not. For ``KLDivLoss``, H is zero.
@@ -406,8 +377,3 @@ def empirical() -> Injection:
 def _require_size(size: int) -> None:
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size!r}")
-
-
-def _cast_pair(dtype: torch.dtype, pair: VectorPair) -> VectorPair:
-    left, right = pair
-    return left.to(dtype), None if right is None else right.to(dtype)

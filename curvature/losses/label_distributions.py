@@ -105,8 +105,7 @@ class NormalHeads(LabelDistribution):
         return output.new_tensor(output.numel() / 4 * math.log(2 * math.pi))
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
-        mean, spread = f.chunk(2, 1)
-        return Prediction(mean, spread)
+        return Prediction(*f.chunk(2, 1))
 
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
         mean, spread = f.chunk(2, 1)

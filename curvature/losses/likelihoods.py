@@ -6,8 +6,7 @@ With p(y | f) the likelihood of the label of one term of the loss at output f, t
 
 It is the Hessian of the term if that does not depend on the label (``is_hessian``), else the expected Hessian. Root of
 the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; its Cholesky root: Tanabe & Sagae 1992,
-doi:10.1111/j.2517-6161.1992.tb01875.x. Sampled labels: Martens & Grosse 2015, arXiv:1503.05671. The two notions of
-curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
+doi:10.1111/j.2517-6161.1992.tb01875.x.
 
 Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
 dim 1 of the output. A nan in the output makes nan of everything that depends on it.
@@ -28,14 +27,19 @@ PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by at least thi
 
 
 class Likelihood:
-    """Base class: H at one output, as a root, as a product, and as the second moment of sampled gradients."""
+    """H at one output, as a root, as a product, and as the second moment of sampled gradients.
+
+    In all classes but `Categorical` it is diagonal, the square of ``scale``, and so is written here.
+    """
 
     is_hessian: ClassVar[bool] = True
     spares_last_class: ClassVar[bool] = False  # whether `thin_root` needs no vector for it
+    output: Tensor
+    scale: Tensor
 
     def root(self, eps: Tensor) -> Tensor:
         """S eps, with S square and S S^T = H."""
-        raise NotImplementedError
+        return self.scale * eps
 
     def thin_root(self, eps: Tensor) -> Tensor:
         """T eps, with T T^T = H, T having as few columns that are not zero as H allows."""
@@ -43,40 +47,18 @@ class Likelihood:
 
     def product(self, u: Tensor) -> Tensor:
         """H u."""
-        raise NotImplementedError
+        return self.scale.square() * u
 
     def diagonal(self) -> Tensor:
         """The diagonal of H, broadcastable to the shape of the output."""
-        raise NotImplementedError
+        return self.scale.square()
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         """k gradients s at independently drawn labels, so that E s s^T = H."""
         raise NotImplementedError
 
     def drawn_root(self, k: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-        """Return eps -> S eps with S S^T the sum of s s^T over k draws, but for products of different terms.
-
-        These have mean zero, so that S S^T / k has mean H as well, and less variance.
-        """
-        raise NotImplementedError
-
-
-class DiagonalLikelihood(Likelihood):
-    """Base of likelihoods with a diagonal H, the square of ``scale``; ``output`` is (N, ...)."""
-
-    def __init__(self, output: Tensor, scale: Tensor) -> None:
-        self.output, self.scale = output, scale
-
-    def root(self, eps: Tensor) -> Tensor:
-        return self.scale * eps
-
-    def product(self, u: Tensor) -> Tensor:
-        return self.scale.square() * u
-
-    def diagonal(self) -> Tensor:
-        return self.scale.square()
-
-    def drawn_root(self, k: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """eps -> S eps, S S^T the sum of s s^T over k draws but for products of different terms, whose mean is zero."""
         root = self.draw_squares(k, generator).sqrt()
         return lambda eps: root * eps
 
@@ -86,9 +68,9 @@ class DiagonalLikelihood(Likelihood):
         parts = (min(size, k - start) for start in range(0, k, size))
         return torch.stack([self.draw(part, generator).square().sum(0) for part in parts]).sum(0)
 
-    def noise(self, make: Callable[..., Tensor], k: int, generator: torch.Generator) -> Tensor:
-        options = {"dtype": self.output.dtype, "device": self.output.device}
-        return make(k, *self.output.shape, generator=generator, **options)
+    def blank(self, k: int) -> Tensor:
+        """Of the shape of k draws, to be filled."""
+        return self.output.new_empty(k, *self.output.shape)
 
 
 class Categorical(Likelihood):
@@ -141,7 +123,7 @@ class Categorical(Likelihood):
         return lambda eps: self.p * drawn(eps).sum(2, keepdim=True) - drawn(eps)
 
 
-class LogProbabilities(DiagonalLikelihood):
+class LogProbabilities(Likelihood):
     """Of log-probabilities (N, C, ...) whose exponentials sum to one: H = diag(p).
 
     The term is linear in them, so its Hessian is zero. After a log-softmax this gives the Fisher information of
@@ -152,7 +134,7 @@ class LogProbabilities(DiagonalLikelihood):
     is_hessian = False
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__(output, (output / 2).exp())
+        self.output, self.scale = output, (output / 2).exp()
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         label = draw_classes(self.output, k, generator)
@@ -164,83 +146,85 @@ class LogProbabilities(DiagonalLikelihood):
         return draw_class_counts(self.output.exp(), k, generator)
 
 
-class Bernoulli(DiagonalLikelihood):
+class Bernoulli(Likelihood):
     """Of logits: H = p (1 - p)."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__(output, (output.sigmoid() * (-output).sigmoid()).sqrt())
+        self.output, self.p, self.q = output, output.sigmoid(), (-output).sigmoid()
+        self.scale = (self.p * self.q).sqrt()
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        p = self.output.sigmoid()
-        return p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)
+        return self.p - (self.blank(k).uniform_(generator=generator) < self.p).to(self.p.dtype)
 
     def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
-        return sum_of_label_squares(self.output.sigmoid(), (-self.output).sigmoid(), k, generator)
+        rare, common = torch.minimum(self.p, self.q), torch.maximum(self.p, self.q)
+        times = torch.binomial(torch.full_like(rare, k), rare, generator=generator)
+        return times * common.square() + (k - times) * rare.square()
 
 
-class BernoulliProbability(DiagonalLikelihood):
+class BernoulliProbability(Bernoulli):
     """Of probabilities: H = 1 / (p (1 - p)); 0 where p is 0 or 1, as in torch."""
 
     is_hessian = False
 
     def __init__(self, output: Tensor) -> None:
-        variance = output * (1 - output)
+        self.output, self.p, self.q = output, output, 1 - output
+        variance = self.p * self.q
         self.divisor = variance.clamp(min=PROBABILITY_EPS)
-        super().__init__(output, variance.sqrt() / self.divisor)
+        self.scale = variance.sqrt() / self.divisor
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        p = self.output
-        return (p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)) / self.divisor
+        return super().draw(k, generator) / self.divisor
 
     def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
-        return sum_of_label_squares(self.output, 1 - self.output, k, generator) / self.divisor.square()
+        return super().draw_squares(k, generator) / self.divisor.square()
 
 
-class Normal(DiagonalLikelihood):
+class Normal(Likelihood):
     """Of means with variance 1/2, whose negative log-likelihood is the squared error: H = 2."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__(output, output.new_full((), math.sqrt(2)))
+        self.output, self.scale = output, output.new_full((), math.sqrt(2))
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        return self.scale * self.noise(torch.randn, k, generator)
+        return self.scale * self.blank(k).normal_(generator=generator)
 
 
-class Poisson(DiagonalLikelihood):
+class Poisson(Likelihood):
     """Of log-rates: H = exp(f)."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__(output, (output / 2).exp())
+        self.output, self.scale = output, (output / 2).exp()
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         rate = self.output.exp()
         return rate - draw_counts(rate, k, generator)
 
 
-class PoissonRate(DiagonalLikelihood):
+class PoissonRate(Likelihood):
     """Of rates: H = f / (f + eps)^2, where the loss adds ``eps`` to the rate inside its logarithm."""
 
     is_hessian = False
 
     def __init__(self, output: Tensor, eps: float) -> None:
-        super().__init__(output, output.sqrt() / (output + eps))
-        self.eps = eps
+        self.output, self.eps, self.scale = output, eps, output.sqrt() / (output + eps)
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         rate = torch.where(self.output < 0, math.nan, self.output)
         return (rate - draw_counts(rate, k, generator)) / (rate + self.eps)
 
 
-class NormalHeads(DiagonalLikelihood):
+class NormalHeads(Likelihood):
     """Of means and variances, each (N, d, ...), concatenated along dim 1: H = 1/v for a mean, 1/(2 v^2) for v."""
 
     is_hessian = False
 
     def __init__(self, mean: Tensor, variance: Tensor) -> None:
-        super().__init__(mean, torch.cat([variance.rsqrt(), math.sqrt(0.5) / variance], 1))
+        self.output = mean
+        self.scale = torch.cat([variance.rsqrt(), math.sqrt(0.5) / variance], 1)
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        z = self.noise(torch.randn, k, generator)
+        z = self.blank(k).normal_(generator=generator)
         return self.scale * torch.cat([-z, math.sqrt(0.5) * (1 - z.square())], 2)
 
 
@@ -252,10 +236,8 @@ def draw_classes(output: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_class_counts(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """How often each class occurs in k draws at every place of p (N, C, ...), which need not sum to one: like p.
-
-    One binomial number for each class, the rarest first: the quotients then keep their digits.
-    """
+    """How often each class occurs in k draws at every place of p (N, C, ...), which need not sum to one: like p."""
+    # one binomial number for each class, the rarest first: the quotients then keep their digits
     shares, order = p.sort(1)
     rest = shares.flip(1).cumsum(1).flip(1)
     left = torch.full_like(p[:, 0], k)
@@ -264,13 +246,6 @@ def draw_class_counts(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
         counts.append(torch.binomial(left, share, generator=generator))
         left = left - counts[-1]
     return torch.zeros_like(p).scatter(1, order, torch.stack(counts, 1))
-
-
-def sum_of_label_squares(p: Tensor, q: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """The sum of (p - y)^2 over k labels y, one with probability p and zero with q = 1 - p."""
-    rare, common = torch.minimum(p, q), torch.maximum(p, q)
-    times = torch.binomial(torch.full_like(rare, k), rare, generator=generator)
-    return times * common.square() + (k - times) * rare.square()
 
 
 def draw_counts(rate: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,8 @@
 """How the loss of a batch is made of the losses of its samples: found by experiment, not assumed.
 
-``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then the gradients at every output are
-``dL/doutput[n] = m_n dl_n/doutput[n]``. That gives the *share* m_n of each sample, and what is left over tells a loss
-in which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
+``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then ``dL/doutput[n] = m_n
+dl_n/doutput[n]`` at every output. That gives the *share* m_n of each sample, and what is left over tells a loss in
+which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
 (`per_sample.sample_masses`), on which the same experiment runs once for each kind of batch.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
 from itertools import islice
 from typing import Any
 
@@ -44,26 +43,19 @@ class NoWeightedSum(ValueError):
 def require_weighted_sum(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor | None:
-    """Refuse a loss in which samples meet. Arguments as for `curvature.losses.per_sample_losses`.
-
-    Returns:
-        The samples' `shares`, where they had to be found; None for torch's losses.
-
-    Raises:
-        NoWeightedSum: the loss of the batch is no weighted sum of the samples' own.
-    """
-    loss = resolve(loss)
+    """Raise `NoWeightedSum` where samples meet. The samples' `shares`, where these had to be found, else None."""
+    loss, where = resolve(loss), (output, target, count, output_dim, target_dim)
     if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
-        return shares(loss, output, target, count, output_dim, target_dim)
+        return shares(loss, *where)
     batch = output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
     settings = _settings(loss)
     if count == 1 or (settings is not None and (settings, batch) in CHECKED):
         return None
-    measured = shares(loss, output, target, count, output_dim, target_dim)
-    masses = sample_masses(loss, output, target, count, output_dim, target_dim)
+    measured, masses = shares(loss, *where), sample_masses(loss, *where)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
-        raise NoWeightedSum(loss, f"shares {_some(measured)} where its terms say {_some(expected)}")
+        some = [", ".join(f"{float(v):.3g}" for v in values[:4]) for values in (measured, expected)]
+        raise NoWeightedSum(loss, f"shares {some[0]} where its terms say {some[1]}")
     if settings is not None:
         if len(CHECKED) >= MOST_CHECKED:  # batches of ever other lengths
             CHECKED.clear()
@@ -84,11 +76,7 @@ def _settings(loss: Any) -> Any:
 def count_alike(
     loss: Loss, shares: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> bool:
-    """Whether all samples have one share in the loss of the batch, those aside that have none.
-
-    Args:
-        shares: what `require_weighted_sum` has returned.
-    """
+    """Whether all samples have one share (from `require_weighted_sum`) in the batch's loss, but for those with none."""
     loss = resolve(loss)
     if shares is None:
         weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
@@ -100,21 +88,7 @@ def count_alike(
 
 
 def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:
-    """The shares m_n of the samples' own losses in the loss of the batch.
-
-    Found from the gradients of both at the output and at two others nearby, with the targets as they are; also further
-    away for samples whose gradient is zero at these, as within the margin of a hinge.
-
-    Args:
-        loss, ..., target_dim: as for `curvature.losses.per_sample_losses`.
-
-    Returns:
-        (N,), at least float32; 1/N each for a mean over samples, 1 for a sum. A share is zero if the loss does not
-        depend on the sample at any of these outputs.
-
-    Raises:
-        NoWeightedSum: the loss of the batch is no such sum, or it does not run on one sample alone.
-    """
+    """The shares m_n of the samples' own losses, (N,); zero where the loss depends on the sample at no output tried."""
     dtype = torch.promote_types(output.dtype, torch.float32)
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
@@ -127,9 +101,20 @@ def _of_batch_and_samples(
     loss: Loss, target: Any, count: int, output_dim: int, target_dim: int
 ) -> tuple[Losses, Losses]:
     """From an output to the loss of the batch, and to the samples' own losses (N,)."""
-    copies = lambda: map_target(torch.clone, target)  # a loss may work in place
-    whole = lambda point: require_scalar(loss, loss(point[0].clone(), copies()), "a batch")
-    return whole, lambda point: _alone(loss, point[0], target, count, output_dim, target_dim)
+
+    def whole(point: Point) -> Tensor:
+        value = loss(point[0].clone(), map_target(torch.clone, target))  # it may work in place
+        return require_scalar(loss, value, "a batch")
+
+    def alone(point: Point) -> Tensor:
+        try:
+            return per_sample_losses(loss, point[0], target, count, output_dim, target_dim)
+        except Exception as error:  # whatever a loss of the user's raises
+            if is_torch_loss(loss):
+                raise
+            raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
+
+    return whole, alone
 
 
 def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim: int, target_dim: int) -> bool:
@@ -147,13 +132,7 @@ def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim
 
 
 def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Losses, alone: Losses) -> Tensor:
-    """`shares` of a loss of several outputs: a sample has one share in all that it has of them.
-
-    Args:
-        outputs: floating point tensors with N samples, or N * m rows, along axis `dim`, at least float32.
-        whole: from such outputs to the loss of the batch.
-        alone: to the samples' own losses (N,).
-    """
+    """`shares` of a loss of several outputs, at least float32: a sample has one share in all that it has of them."""
     by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0].real) for t in parts], 1)
     rows: list[tuple[Tensor, Tensor]] = []
     first: tuple[Tensor, Point] | None = None
@@ -163,7 +142,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
             break
         try:
             (value, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
-            first = (value, batch) if first is None else first
+            first = first or (value, batch)
         except Exception as error:  # of a matrix that is no longer positive definite, say, or a negative variance
             if not rows or isinstance(error, NoWeightedSum):
                 raise
@@ -194,24 +173,15 @@ def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses,
     size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
-        why = (
+        raise NoWeightedSum(
+            loss,
             "two calls with the same arguments differ: it draws random numbers, or keeps something in an object; what "
-            "it keeps in attributes of an nn.Module is left as it was"
+            "it keeps in attributes of an nn.Module is left as it was",
         )
-        raise NoWeightedSum(loss, why)
-
-
-def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
-    try:
-        return per_sample_losses(loss, point, target, count, output_dim, target_dim)
-    except Exception as error:  # whatever a loss of the user's raises
-        if is_torch_loss(loss):
-            raise
-        raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
 
 
 def _points(outputs: Point, count: int, dim: int) -> Iterator[Point]:
-    """The outputs, two others made of the outputs of several samples, and some further away."""
+    """The outputs, two others made of several samples' outputs, and some further away, as beyond a hinge's margin."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda f, like: f(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
     outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
@@ -285,10 +255,6 @@ def _near(values: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool(((values - expected).abs() <= 10 * torch.finfo(values.dtype).eps ** 0.5 * scale).all())
 
 
-def _some(values: Tensor) -> str:
-    return ", ".join(f"{float(v):.3g}" for v in values[:4])
-
-
 class SampleMasses:
     """The masses of the samples of all data, batch by batch, in one unit: the loss of all data as one batch is
     ``sum_n m_n l_n``, divided by ``sum_n m_n`` unless `is_sum`.
@@ -311,25 +277,17 @@ class SampleMasses:
     def of(
         self, number: int, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
     ) -> Tensor:
-        """(N,), of the batch of this number.
-
-        Raises:
-            NoWeightedSum: samples meet in the loss.
-            ValueError: there are several batches, and nothing tells how they count beside each other.
-        """
-        dtype = torch.promote_types(output.dtype, torch.float32)
+        """(N,), of the batch of this number; ValueError where it is not known how it counts beside others."""
         if self.loss is None:
-            return torch.ones(count, dtype=dtype, device=output.device)
+            return output.new_ones(count, dtype=torch.promote_types(output.dtype, torch.float32))
         if dim_of_terms(self.loss, output, target, output_dim, target_dim) is not None:
             require_weighted_sum(self.loss, output, target, count, output_dim, target_dim)
             return sample_masses(self.loss, output, target, count, output_dim, target_dim)
         dims = output_dim, target_dim
-        is_first = self.first is None or number == self.first
-        masses = (
-            self._of_first(number, output, target, count, dims)
-            if is_first
-            else self._beside_first(output, target, count, dims)
-        )
+        if self.first is None or number == self.first:
+            masses = self._of_first(number, output, target, count, dims)
+        else:
+            masses = self._beside_first(output, target, count, dims)
         self.is_plain &= bool((masses == 1).all())
         if number not in self.compared:
             self._compare(output.detach(), target, masses, dims)
@@ -339,17 +297,15 @@ class SampleMasses:
     def _compare(self, output: Tensor, target: Any, masses: Tensor, dims: tuple[int, int]) -> None:
         """Raise ValueError where a few samples of this batch and of others count otherwise than in their batches."""
         count = len(masses)
-        rows = lambda t, n, dim: _rows(t, n, count, dim).clone()  # a view would keep the whole batch
-        cut = lambda n: (rows(output, n, dims[0]), map_target(lambda t: rows(t, n, dims[1]), target))
         few = max(FEWEST, min(FEW, FEW_ELEMENTS // max(1, output.numel() // count)))
         some = list(range(0, count, max(1, count // few)))[:few]
         if not self.known and masses.any():  # one that counts
             some = list(dict.fromkeys([int(masses.argmax()), *some]))
-        own = [(*cut(n), masses[n]) for n in some]
+        own = [(*_sample(n, output, target, count, dims), masses[n]) for n in some]
         if self.known and (len(self.compared) < FEW or not self.is_plain):
             outputs, targets, known = zip(*own, *self.known, strict=True)
             try:
-                both = torch.cat(outputs, dims[0]), reduce(partial(_joined, dim=dims[1]), targets)
+                both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
                 return
             try:
@@ -380,7 +336,7 @@ class SampleMasses:
         n = int(measured.argmax())
         if measured[n] <= 0:
             return measured
-        one = _rows(output.detach(), n, count, dims[0]), map_target(lambda t: _rows(t, n, count, dims[1]), target)
+        one = _sample(n, output.detach(), target, count, dims)
         if self.first is None:
             kind, counts = _kind(measured), True
             if not kind:  # a single sample counts, or there is one
@@ -396,7 +352,7 @@ class SampleMasses:
         """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
         try:
             both = torch.cat([output, output], dims[0])
-            measured = shares(self.loss, both, _joined(target, target, dims[1]), 2, *dims)
+            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims)
         except Exception as error:  # whatever a loss raises that takes no other number of samples
             log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
             return "", True
@@ -410,7 +366,7 @@ class SampleMasses:
         output_of_one, target_of_one, mass = self.reference
         try:
             both = torch.cat([output_of_one, output.detach()], dims[0])
-            targets = _joined(target_of_one, target, dims[1])
+            targets = _joined([target_of_one, target], dims[1])
         except RuntimeError as error:
             if self.kind == "sum" and _kind(measured := shares(self.loss, output, target, count, *dims)) != "mean":
                 return measured
@@ -422,11 +378,9 @@ class SampleMasses:
         if self.kind and kind != self.kind or kind in ("", "other"):
             raise self._only_one_batch(f"it is a {self.kind or 'sum'} over one batch, but not over another")
         self.kind, self.is_sum = kind, kind != "mean"
-        return (
-            measured[1:]
-            if self.is_sum
-            else _rounded(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
-        )
+        if self.is_sum:
+            return measured[1:]
+        return _rounded(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
 
     def _only_one_batch(self, why: str) -> ValueError:
         return ValueError(
@@ -437,21 +391,27 @@ class SampleMasses:
 
 def _kind(measured: Tensor) -> str:
     """What shares tell of a loss: "mean", "sum" or "other", "" if it may be either of the first two."""
-    one = torch.ones((), dtype=measured.dtype, device=measured.device)
+    one = measured.new_ones(())
     is_mean, is_sum = _near(measured.sum(), one, one), _near(measured[measured > 0], one, one)
     if is_mean and is_sum:
         return ""
     return "mean" if is_mean else "sum" if is_sum else "other"
 
 
-def _rows(t: Tensor, n: int, count: int, dim: int) -> Tensor:
-    each = t.shape[dim] // count
-    return t.narrow(dim, n * each, each)
+def _sample(n: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> tuple[Tensor, Any]:
+    """Output and target of one sample, as copies: views would keep the whole batch."""
+
+    def rows(t: Tensor, dim: int) -> Tensor:
+        each = t.shape[dim] // count
+        return t.narrow(dim, n * each, each).clone()
+
+    return rows(output, dims[0]), map_target(lambda t: rows(t, dims[1]), target)
 
 
-def _joined(first: Any, second: Any, dim: int) -> Any:
-    """Two targets as one."""
-    rest: list[Tensor] = []
-    map_target(rest.append, second)
-    others = iter(rest)
-    return map_target(lambda t: torch.cat([t, next(others)], dim), first)
+def _joined(targets: Sequence[Any], dim: int) -> Any:
+    """Several targets as one."""
+    leaves: list[list[Tensor]] = [[] for _ in targets]
+    for own, target in zip(leaves, targets, strict=True):
+        map_target(own.append, target)
+    parts = zip(*leaves, strict=False)
+    return map_target(lambda _: torch.cat(next(parts), dim), targets[0])

@@ -1,15 +1,10 @@
 """Curvature of a loss at the model's output: products with it, roots of it, and gradients at sampled labels.
 
 For sample n, H is a curvature of the per-sample loss l_n at its rows of the output. l_n is a sum of *terms* times their
-*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1),
-and a term of mass 1 has the H of its likelihood (`likelihoods`), which `table` names for each torch loss. For every
-other loss, H is the Hessian, by differentiating twice.
-
-A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
-Arguments and results have shape (k, *output.shape).
-
-Outputs are float32 or float64 without graph. Dim 0 holds N samples of one row each or, with ``count`` = N, N*m rows, m
-consecutive ones per sample; dim 1 holds the classes.
+*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1), and a term
+of mass 1 has the H of its likelihood, which `table` names for each torch loss. For every other loss, H is the Hessian,
+by differentiating twice. A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a
+product is u -> H u. Arguments and results have shape (k, *output.shape).
 """
 
 from __future__ import annotations
@@ -19,6 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,46 +27,30 @@ from curvature.linalg import full_precision, hides_second_derivatives, symmetric
 from curvature.losses.likelihoods import Likelihood
 from curvature.losses.own_state import found_of
 from curvature.losses.per_sample import map_target, per_sample_losses, sample_masses
-from curvature.losses.table import (
-    TORCH_LOSSES,
-    Loss,
-    TorchLoss,
-    is_torch_loss,
-    name_of,
-    reduction_of,
-    resolve,
-)
+from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, is_torch_loss, name_of, reduction_of, resolve
 
 log = logging.getLogger("curvature")
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
-Draw = Callable[[int, torch.Generator], Tensor]
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time
 
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """H at one output.
+    """H at one output."""
 
-    Attributes:
-        product: builds the graph for products and returns u -> H u.
-        root: eps -> S eps; None if only a decomposition of H gives it.
-        columns: the columns of a root of H, as few as possible; None if there is no `root`.
-        diagonal: of H, in the shape of the output; None if it needs a product for every entry.
-    """
-
-    product: Callable[[], LinearMap]
-    root: LinearMap | None = None
-    columns: Columns | None = None
-    diagonal: Callable[[], Tensor] | None = None
+    product: Callable[[], LinearMap]  # builds the graph for products and returns u -> H u
+    root: LinearMap | None = None  # eps -> S eps; None if only a decomposition of H gives it
+    columns: Columns | None = None  # of a root of H, as few as possible; None if there is no `root`
+    diagonal: Callable[[], Tensor] | None = None  # in the shape of the output; None if it needs products
 
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, at least float32."""
+    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, float32 or float64."""
 
     output: Tensor
-    loss: Loss | None
+    loss: Any  # a `Loss`, or None where none is needed
     target: Any
     count: int
     generator: torch.Generator | None
@@ -79,11 +59,7 @@ class OutputBatch:
     def of(
         output: Tensor, loss: Loss | None, target: Any, count: int | None, generator: torch.Generator | None
     ) -> OutputBatch:
-        """Check the output; ``count`` None means one row per sample.
-
-        Raises:
-            ValueError: the output is not a floating point tensor, is empty, or its rows do not divide into N samples.
-        """
+        """Check the output, of which ValueErrors tell; ``count`` None means one row per sample."""
         if not isinstance(output, Tensor) or not output.is_floating_point():
             found = output.dtype if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"output must be a real floating point tensor of shape (N, ...), got {found}")
@@ -118,30 +94,19 @@ class OutputBatch:
 
     def unit_vectors(self, entries: Tensor) -> Tensor:
         """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
-        vectors = self.output.new_zeros(len(entries), 1, self.size)
-        vectors[torch.arange(len(entries), device=self.output.device), 0, entries] = 1
-        return vectors.expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
+        vectors = self.output.new_zeros(len(entries), self.size).scatter_(1, entries[:, None], 1)
+        return vectors[:, None].expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
 
     @cached_property
     def resolved(self) -> tuple[Any, TorchLoss | None]:
         """The loss in the form that this package knows, and its row if that says something of the Hessian."""
-        assert self.loss is not None
         loss = resolve(self.loss)
         reduction_of(loss)  # refuses "none"
         row = TORCH_LOSSES.get(type(loss))
         return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
 
-    @property
-    def name(self) -> str:
-        """Of the loss as it was given."""
-        assert self.loss is not None
-        return name_of(self.loss)
-
     def curvature(self, is_expected: bool = True) -> OutputCurvature:
-        """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels.
-
-        A likelihood needs the target only for weights.
-        """
+        """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels."""
         loss, row = self.resolved
         if row is not None and row.likelihood is not None:
             masses = self.masses()
@@ -172,16 +137,12 @@ class OutputBatch:
         return curvature.root or self._root_by_eigh(curvature.product())
 
     def product(self) -> LinearMap:
-        """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; zero if l_n is linear.
-
-        The graph is built once, here; each call needs memory for its k vectors.
-        """
-        assert self.loss is not None
+        """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; the graph is built once, here."""
         point = self.output.detach().requires_grad_()
         with torch.enable_grad():
             losses = per_sample_losses(self.loss, point, self.target, self.count)
             if not losses.requires_grad:
-                raise ValueError(f"{self.name} is not differentiable in the output")
+                raise ValueError(f"{name_of(self.loss)} is not differentiable in the output")
             if not is_torch_loss(self.resolved[0]):
                 require_second_derivatives(self.loss, losses, self.output, self.target)
             # l_n depends on its own rows alone, so one backward pass serves all samples
@@ -191,36 +152,15 @@ class OutputBatch:
         derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
 
         def product(u: Tensor) -> Tensor:
-            if len(u) > 1:
-                try:
+            with suppress(RuntimeError):  # vmap does not support some function; an error of the loss recurs below
+                if len(u) > 1:
                     return derive(u, is_grads_batched=True)[0]
-                except RuntimeError:  # vmap does not support some function; an error of the loss itself recurs below
-                    pass
             try:
                 return torch.stack([derive(one)[0] for one in u])
             except RuntimeError as error:
-                raise RuntimeError(f"{self.name} cannot be differentiated twice: {error}") from error
+                raise RuntimeError(f"{name_of(self.loss)} cannot be differentiated twice: {error}") from error
 
         return product
-
-    def sampler(self) -> Draw:
-        """Return (k, generator) -> k gradients at labels drawn independently from the likelihood, (k, *output.shape).
-
-        Each term contributes the gradient of its negative log-likelihood at its own label, times the root of its mass.
-        The second moment is the `curvature`.
-        """
-        unit, scale = self._drawn_from()
-        return lambda k, generator: scale * unit.draw(k, generator)
-
-    def drawn_root(self, k: int, generator: torch.Generator) -> LinearMap:
-        """Return eps -> S eps with S S^T the sum of outer products of k draws of the `sampler`, each term alone.
-
-        The labels are drawn here, classes by how often they occur, so that the cost does not grow with k. Products of
-        different terms of a sample are left out: their mean is zero.
-        """
-        unit, scale = self._drawn_from()
-        root = unit.drawn_root(k, generator)
-        return lambda eps: scale * root(eps)
 
     def masses(self, strict: bool = True) -> Tensor:
         """The mass of each term of the output in l_n.
@@ -236,24 +176,30 @@ class OutputBatch:
         if row.classes is not None and output.ndim < 2:
             raise ValueError(f"{name_of(loss)} takes outputs of shape (N, C, ...), got {tuple(output.shape)}")
         if target is None:
-            for name in row.weights if strict else ():
-                if getattr(loss, name) is not None:
-                    raise ValueError(
-                        f"{name_of(loss)} has {name}=, which needs the target, and that is missing: pass target= (in "
-                        "an optimizer, which does not see it, choose isotropic() or empirical())"
-                    )
+            if strict and row.weight and getattr(loss, row.weight) is not None:
+                raise ValueError(
+                    f"{name_of(loss)} has {row.weight}=, which needs the target, and that is missing: pass target= (in "
+                    "an optimizer, which does not see it, choose isotropic() or empirical())"
+                )
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
             return self._probed_masses(loss, row, target).reshape(masses.shape)
         terms = masses[:, : output.shape[1] // 2] if row.heads else masses
-        if target is not None and row.classes is None:
-            _require_broadcast(loss, terms, target)
+        if isinstance(target, Tensor) and row.classes is None:
+            sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
+            if target.ndim > terms.ndim or any(
+                size not in (1, full) for size, full in sizes
+            ):  # more terms than entries
+                raise ValueError(
+                    f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by "
+                    "entry: give both the same shape"
+                )
         # batchmean sums within a sample
         return masses / (terms.numel() // self.count) if getattr(loss, "reduction", "mean") == "mean" else masses
 
-    def _drawn_from(self) -> tuple[Likelihood, Tensor]:
-        """The likelihood, and the roots of the terms' masses."""
+    def drawn_from(self) -> tuple[Likelihood, Tensor]:
+        """The likelihood from which labels are drawn, and the roots of the terms' masses."""
         loss, row = self.resolved
         if row is None or row.likelihood is None:
             known = ", ".join(t.__name__ for t, row in TORCH_LOSSES.items() if row.likelihood is not None)
@@ -310,35 +256,19 @@ class OutputBatch:
         least = finite.amin()
         if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
             raise ValueError(
-                f"{self.name} is not convex in the output: its Hessian there is not positive semi-definite (found "
-                f"{least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
+                f"{name_of(self.loss)} is not convex in the output: its Hessian there is not positive semi-definite "
+                f"(found {least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
             )
 
     def _missing_target(self) -> ValueError:
         return ValueError(
-            f"the Hessian of {self.name} depends on the target, which is missing: pass target= (in an optimizer, "
-            "choose isotropic(), which needs none)"
-        )
-
-
-def _require_broadcast(loss: Loss, terms: Tensor, target: Any) -> None:
-    """Refuse a target that would broadcast the output to more terms than it has entries."""
-    if not isinstance(target, Tensor):
-        return
-    sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
-    if target.ndim > terms.ndim or any(size not in (1, full) for size, full in sizes):
-        raise ValueError(
-            f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by entry: "
-            "give both the same shape"
+            f"the Hessian of {name_of(self.loss)} depends on the target, which is missing: pass target= (in an "
+            "optimizer, choose isotropic(), which needs none)"
         )
 
 
 def require_second_derivatives(loss: Loss, losses: Tensor, output: Tensor, target: Any) -> None:
-    """Raise RuntimeError where a function of the user's hides a second derivative from torch; once for each shape.
-
-    Args:
-        losses: (N,), those of the samples at the output.
-    """
+    """Raise RuntimeError where a function of the user's hides a second derivative from torch; once for each shape."""
     key = "second derivatives", output.shape, output.dtype, len(losses)
     found = found_of(loss)
     if key in found:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ TORCHS = frozenset(vars(nn.Module())) - {"_buffers"}  # that no forward pass cha
 CONTAINERS = list, dict, set, deque
 FIXED = ModuleType, FunctionType, BuiltinFunctionType, type  # what a function reads to call it
 OTHERS = "torch", "curvature"  # packages whose functions keep nothing of a loss
+EMPTY = CellType()  # of a variable without a value
 PLAIN = str, float, int, bool, type(None)
 MOST_SETTINGS = 100
 ASKED, KEEPS = ("asked what it keeps",), "keeps"
@@ -71,14 +72,13 @@ def _kept(found: set[Any]) -> set[str]:
     return {key[1] for key in found if key[0] == KEEPS}
 
 
-def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
+def _call_module(loss: nn.Module, output: Any, target: Any) -> Any:
     """Meanwhile the modules have copies, which the graph may hold."""
     kept = [(vars(module), dict(vars(module))) for module in loss.modules()]
     try:
         for own, before in kept:
             own.update({name: _copied(value) for name, value in before.items() if name not in TORCHS})
-        result: Tensor = loss(output, target)
-        return result
+        return loss(output, target)
     finally:
         for own, before in kept:
             for name in own.keys() - before.keys():
@@ -86,15 +86,16 @@ def _call_module(loss: nn.Module, output: Any, target: Any) -> Tensor:
             own.update(before)
 
 
-def _call(loss: Any, output: Any, target: Any) -> Tensor:
+def _call(loss: Any, output: Any, target: Any) -> Any:
     """Meanwhile the variables that it changes have copies; at the first call, all that it reads."""
     found = found_of(loss)
     kept, is_first = _kept(found), ASKED not in found
     if not is_first and not kept:
-        result: Tensor = loss(output, target)
-        return result
+        return loss(output, target)
     places = list(_places(loss, set()))
-    objects = {id(own): (own, set(own)) for own in (place.holder for place in places) if _is_of_object(own)}
+    # attributes of objects: not cells, nor the variables of a file, to which warnings add some
+    holders = (place.holder for place in places if place.is_entry and "__builtins__" not in place.holder)
+    objects = {id(own): (own, set(own)) for own in holders}
     before = [(place, place.value) for place in places if is_first or place.name in kept]
     copies = [_copied(value) for _, value in before]
     parts = [_parts(own) for own in copies]
@@ -155,7 +156,7 @@ def _places(loss: Any, seen: set[int]) -> Iterator[Place]:
         yield from _attributes(loss)
     else:
         names, cells = _names(loss.__code__), zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True)
-        around = [Place(cell, name) for name, cell in cells if _is_filled(cell)]
+        around = [Place(cell, name) for name, cell in cells if cell != EMPTY]
         package = str(loss.__globals__.get("__name__", "")).partition(".")[0]
         around += [Place(loss.__globals__, name) for name in names if name in loss.__globals__]
         for place in around:
@@ -181,19 +182,6 @@ def _names(code: CodeType) -> set[str]:
     """The names that a function reads or writes, and those of the functions in it."""
     inner = [_names(own) for own in code.co_consts if isinstance(own, CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _is_of_object(holder: Any) -> bool:
-    """Whether these are an object's attributes: not a cell, nor the variables of a file, to which warnings add some."""
-    return isinstance(holder, dict) and "__builtins__" not in holder
 
 
 def _copied(value: Any) -> Any:

@@ -19,35 +19,23 @@ log = logging.getLogger("curvature")
 def per_sample_losses(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor:
-    """The loss of every sample alone: l_n is ``loss`` called on a batch of that one sample.
+    """The loss of every sample alone (N,): l_n is ``loss`` called on a batch of that one sample.
 
-    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean.
-
-    Args:
-        loss: a torch loss module, or any callable ``loss(output, target) -> scalar``. Only the arguments are split into
-            samples: what differs between samples must come with ``target``, except ``weight`` and ``pos_weight`` of a
-            torch loss, which broadcast against the output and are split with it.
-        output: of size N, or N*m for m consecutive rows per sample, along ``output_dim``; otherwise of any shape.
-        target: likewise along ``target_dim``, with its own m; None; or a tuple, list or dict of these.
-        count: N, the number of samples.
-        output_dim: the dim of ``output`` that holds the samples.
-        target_dim: the dim of every tensor in ``target`` that holds the samples.
-
-    Returns:
-        Shape (N,), in the unit of ``loss``, on the device of the output.
-
-    Raises:
-        ValueError: a size is not a multiple of N, the target cannot be split, the loss would broadcast shapes across
-            samples, it returns no scalar, or its ``reduction`` is neither a mean nor a sum.
+    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean. The output has
+    N = ``count`` samples along ``output_dim``, or m consecutive rows for each; so has every tensor of the target (which
+    may be None, or a tuple, list or dict) along ``target_dim``, with its own m. Of a callable only the arguments are
+    split into samples; ``weight`` and ``pos_weight`` of a torch loss are split with the output.
     """
-    loss = resolve(loss)
-    mean = reduction_of(loss) == "mean"
-    output_dim = _sample_dim("output", output, count, output_dim)
-    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
-
+    loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
     row = TORCH_LOSSES.get(type(loss))
     if row is not None and isinstance(target, Tensor) and row.broadcasts and count > 1:
-        _refuse_mixing(loss, output, target, output_dim, target_dim % target.ndim)
+        own_target_dim = target_dim % target.ndim
+        if output.ndim - output_dim != target.ndim - own_target_dim:
+            raise ValueError(
+                f"{name_of(loss)} compares output {tuple(output.shape)} and target {tuple(target.shape)} entry by "
+                f"entry, which mixes the samples in their dims {output_dim} and {own_target_dim}: give both the same "
+                "shape"
+            )
     dim = dim_of_terms(loss, output, target, output_dim, target_dim)
     if row is None or dim is None:
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
@@ -65,23 +53,11 @@ def sample_masses(
 ) -> Tensor:
     """The masses m_n of the samples in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
 
-    m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored.
-    It is 1 if the loss is a sum (the loss of the batch is then ``sum_n m_n l_n``), and for
-    ``KLDivLoss(reduction="batchmean")``, which averages over samples. Those of a callable have to be found (`masses`).
-
-    Args:
-        loss, output, ..., target_dim: as for `per_sample_losses`. Without a target, all terms count 1.
-
-    Returns:
-        Shape (N,), in the dtype of ``output``, at least float32.
-
-    Raises:
-        ValueError: invalid sizes or reduction, as for `per_sample_losses`.
+    m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored;
+    without a target, all count. It is 1 if the loss is a sum (that of the batch is then ``sum_n m_n l_n``), or averages
+    over samples ("batchmean"). Those of a callable have to be found (`masses`). Shape (N,), at least float32.
     """
-    loss = resolve(loss)
-    mean = reduction_of(loss) == "mean"
-    output_dim = _sample_dim("output", output, count, output_dim)
-    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
+    loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
     ones = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
     row = TORCH_LOSSES.get(type(loss))
     if row is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
@@ -121,14 +97,6 @@ def is_entrywise(loss: Loss) -> bool:
     return row is not None and row.classes is None and not row.heads and plain
 
 
-def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> None:
-    if output.ndim - output_dim != target.ndim - target_dim:
-        raise ValueError(
-            f"{name_of(loss)} compares output {tuple(output.shape)} and target {tuple(target.shape)} entry by entry, "
-            f"which mixes the samples in their dims {output_dim} and {target_dim}: give both the same shape"
-        )
-
-
 def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
     """Run any callable on every sample alone, by ``vmap`` or, if that fails, in a loop."""
     leaves: list[Tensor] = []
@@ -141,12 +109,11 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
         value = loss(piece, map_target(lambda _: next(rest), target))
         return require_scalar(loss, value, "a batch of one sample").to(piece.device)  # it may be where the target is
 
-    cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
+    cut = [t.unflatten(dim, (count, -1)) for t, dim in zip(tensors, dims, strict=True)]
     # clones, because a loss may work in place
     try:
         batched = [t.clone() for t in cut]
-        values = torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")(*batched)
-        assert isinstance(values, Tensor)
+        values: Tensor = torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")(*batched)
         return values
     except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below
         _log_loop(name_of(loss), str(error))
@@ -190,6 +157,17 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
             return parts
         return type(target)(*parts) if hasattr(target, "_fields") else tuple(parts)
     raise ValueError(f"a target must be a tensor, None, a tuple, list or dict of these, got {type(target).__name__}")
+
+
+def _checked(
+    loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int
+) -> tuple[Loss, bool, int]:
+    """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front."""
+    loss = resolve(loss)
+    mean = reduction_of(loss) == "mean"
+    output_dim = _sample_dim("output", output, count, output_dim)
+    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
+    return loss, mean, output_dim
 
 
 def _sample_dim(what: str, tensor: Tensor, count: int, dim: int) -> int:

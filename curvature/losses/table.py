@@ -1,10 +1,8 @@
-"""What is known of torch's losses: a row for each. A new loss is one row of `TORCH_LOSSES`.
+"""What is known of torch's losses: a row of `TORCH_LOSSES` for each. `resolve` makes what a user passes a callable.
 
 A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
 divides by the *mass* of its terms: their number or, with class indices, the total weight of the classes that are not
 ignored. Every other callable is run on each sample alone.
-
-`resolve` turns what a user passes into a callable of (output, target). Call only what it returns.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import copy
 import math
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,33 +33,19 @@ def name_of(loss: Loss) -> str:
 
 
 def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
-    """Whether the loss of a batch is the mean or the sum of the losses of its samples.
-
-    Args:
-        loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
-            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums). An attribute of a class of the
-            user's may mean anything: but for "sum" it counts as a mean, too.
-
-    Raises:
-        ValueError: ``"none"``, and any other reduction of torch's own losses.
-    """
+    """Whether the loss of a batch is the mean or the sum of those of its samples; ValueError where it is neither."""
     reduction = getattr(loss, "reduction", "mean")
-    if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
-        return "mean"
-    if reduction == "mean" or reduction == "sum":
-        return "mean" if reduction == "mean" else "sum"
-    if not is_torch_loss(loss) and reduction != "none":
+    if reduction == "sum":
+        return "sum"
+    # "batchmean" is a mean of losses that are sums; an attribute of a class of the user's may mean anything
+    is_batchmean = reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)
+    if reduction == "mean" or is_batchmean or not is_torch_loss(loss) and reduction != "none":
         return "mean"
     raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
 
 
 def resolve(loss: Loss) -> Loss:
-    """The loss as a callable of (output, target) in the form that this package knows.
-
-    A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
-    becomes `GaussianNLLLoss` of this module; another module of the user's, a function that leaves what it keeps as it
-    is. Every other loss is returned unchanged.
-    """
+    """The loss as a callable of (output, target) in the form that this package knows."""
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:
@@ -73,11 +58,7 @@ def is_torch_loss(loss: Loss) -> bool:
 
 
 class GaussianNLLLoss(nn.Module):
-    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
-
-    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and pass the gradient
-    at ``eps``.
-    """
+    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances."""
 
     def __init__(self, loss: nn.GaussianNLLLoss) -> None:
         super().__init__()
@@ -103,23 +84,17 @@ class GaussianNLLLoss(nn.Module):
                 f"a tuple (mean, variance), each (N, d, ...); found {found}"
             )
         mean, variance = output.chunk(2, 1)
-        try:
-            negative = bool((variance < 0).any())
-        except RuntimeError:  # vmap does not allow branching on values
-            negative = False
-        if negative:
-            raise ValueError(
-                "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
-            )
+        with suppress(RuntimeError):  # vmap does not allow branching on values
+            if (variance < 0).any():
+                raise ValueError(
+                    "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
+                )
         passing = self.eps + (variance - variance.detach())  # the gradient passes, as in torch
         return mean, torch.where(variance < self.eps, passing, variance)
 
 
 def join_heads(loss: Loss, output: Any) -> Any:
-    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged.
-
-    A variance that torch would broadcast to the mean is expanded first.
-    """
+    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged."""
     if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
         return output
     mean, variance = output
@@ -132,34 +107,21 @@ def join_heads(loss: Loss, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """A row of the table.
+    """A row of the table. The target has the shape of the output or, if torch takes class indices, of the terms."""
 
-    Attributes:
-        function: of ``torch.nn.functional``, the same as the module with default arguments.
-        classes: the dim of the output that a term sums over; None: every entry is a term. The target has the shape of
-            the output or, if torch takes class indices, that of the terms.
-        heads: whether a term uses an entry of each half of dim 1, a mean and its variance.
-        broadcasts: whether torch broadcasts output and target of different shapes.
-        masses: (loss, target) -> the mass of each term in a mean, in the shape of the terms. None: all are 1.
-        likelihood: (loss, output) -> the likelihood of terms of mass 1, for a negative log-likelihood.
-        is_diagonal: whether the Hessian is known to be diagonal, though not by a likelihood.
-        probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
-        weights: attributes of the loss that make the masses depend on the target.
-        stand_in: output -> a substitute for a missing target.
-        labels: the distribution of a label given the output, as posteriors predict it.
-    """
-
-    function: Callable[..., Tensor] | None
-    classes: int | None = None
-    heads: bool = False
-    broadcasts: bool = False
+    function: Callable[..., Tensor] | None  # the same as the module with default arguments
+    classes: int | None = None  # the dim of the output that a term sums over; None: every entry is a term
+    heads: bool = False  # whether a term uses an entry of each half of dim 1, a mean and its variance
+    broadcasts: bool = False  # whether torch broadcasts output and target of different shapes
+    # (loss, target) -> the mass of each term in a mean, in the shape of the terms; None: all are 1
     masses: Callable[[Any, Tensor], Tensor | None] | None = None
-    likelihood: Callable[[Any, Tensor], Likelihood] | None = None
-    is_diagonal: bool = False
+    likelihood: Callable[[Any, Tensor], Likelihood] | None = None  # (loss, output) -> that of terms of mass 1
+    is_diagonal: bool = False  # whether the Hessian is known to be diagonal, though not by a likelihood
+    # output -> (f, value): a term of mass 1 has this value if all of the output is f; None: all masses are 1
     probe: Callable[[Tensor], tuple[float, float]] | None = None
-    weights: tuple[str, ...] = ()
-    stand_in: Callable[[Tensor], Tensor] | None = None
-    labels: LabelDistribution | None = None
+    weight: str = ""  # the attribute of the loss that makes the masses depend on the target
+    stand_in: Callable[[Tensor], Tensor] | None = None  # output -> a substitute for a missing target
+    labels: LabelDistribution | None = None  # of a label given the output, as posteriors predict it
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
         """Shape of the output without the dim of classes, or of one head."""
@@ -207,7 +169,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         masses=_class_masses,
         likelihood=lambda _, output: likelihoods.Categorical(output),
         probe=lambda output: (0.0, math.log(output.shape[1])),
-        weights=("weight",),
+        weight="weight",
         labels=label_distributions.Categorical(),
     ),
     nn.NLLLoss: TorchLoss(
@@ -216,13 +178,13 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         masses=_class_masses,
         likelihood=lambda _, output: likelihoods.LogProbabilities(output),
         probe=lambda _: (-1.0, 1.0),
-        weights=("weight",),
+        weight="weight",
     ),
     nn.BCEWithLogitsLoss: TorchLoss(
         F.binary_cross_entropy_with_logits,
         likelihood=lambda _, output: likelihoods.Bernoulli(output),
         probe=lambda _: (0.0, math.log(2)),
-        weights=("pos_weight",),
+        weight="pos_weight",
         stand_in=torch.zeros_like,
         labels=label_distributions.Bernoulli(),
     ),

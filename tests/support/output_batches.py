@@ -18,7 +18,8 @@ def root_of(loss: Any, output: Tensor, target: Any = None) -> Any:
 
 
 def sampler_of(loss: Any, output: Tensor, target: Any = None) -> Any:
-    return at(loss, output, target).sampler()
+    likelihood, scale = at(loss, output, target).drawn_from()
+    return lambda k, generator: scale * likelihood.draw(k, generator)
 
 
 def masses_of(loss: Any, output: Tensor, target: Any = None, strict: bool = True) -> Tensor:
