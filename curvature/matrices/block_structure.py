@@ -69,18 +69,10 @@ def summed(
     inject: Injection,
     seed: int,
     accumulator: Sums,
-    chunks: Chunks = RecordedBatch.chunks,
+    chunks: Chunks = RecordedBatch.chunks,  # sends back the injection's vectors, or others with the same result
     store: StoredSums | None = None,
 ) -> tuple[Sums, float]:
-    """An accumulator after one pass over the data, and what to multiply its sums with.
-
-    `chunks` sends back the vectors of the injection, or others with the same accumulated result; with `store` the pass
-    goes on with the sums in a file.
-
-    Raises:
-        TypeError: `inject` is no injection.
-        ValueError: no term of a mean loss counts.
-    """
+    """An accumulator after one pass over the data, perhaps from stored sums on, and what to multiply its sums with."""
     require_injection(inject)
     devices = accumulator.space.devices.values()
     progress = Progress(accumulator, torch.Generator(accumulator.space.device).manual_seed(seed))
@@ -107,11 +99,7 @@ def summed(
 def by_layers(
     space: Space, default: Structure, sharing: str, structure: Mapping[str, Structure] | None
 ) -> LayersAccumulator:
-    """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen.
-
-    Raises:
-        ValueError: a structure is unknown, or a key names no layer.
-    """
+    """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen."""
     chosen: dict[str, Any] = dict(structure or {})
     for key, own in chosen.items():
         if own not in STRUCTURES:

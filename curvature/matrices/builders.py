@@ -147,7 +147,7 @@ def fisher(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     require_injection(inject)
-    return ThroughOutputs.operator(source, inject, seed_of(generator))
+    return ThroughOutputs(Repeated(source, inject), inject, seed_of(generator), source.space).operator()
 
 
 @either_form
@@ -212,7 +212,8 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    return ThroughGradient.operator(DataSource(model, loss, data, sample_dim, progress, parameters))
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    return ThroughGradient(Repeated(source), source.space).operator()
 
 
 @either_form

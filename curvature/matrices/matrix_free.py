@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,7 @@ from torch import Tensor
 from curvature.losses import Injection, is_torch_loss, resolve
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
-from curvature.matrices.passes import DataSource
-from curvature.matrices.products import (
-    Repeated,
-    coarsest,
-    require_symmetric,
-    through_complete_gradient,
-    through_gradient,
-    through_outputs,
-)
+from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, Space
@@ -71,17 +63,9 @@ class ThroughOutputs:
     seed: int
     space: Space
 
-    @classmethod
-    def operator(cls, source: DataSource, inject: Injection, seed: int) -> MatrixFree:
-        own = cls(Repeated(source, inject), inject, seed, source.space)
-        return MatrixFree(
-            own.space,
-            own.product,
-            diagonal=own.diagonal,
-            dense=own.dense,
-            in_sample_space=own.in_sample_space,
-            passes=own.passes,
-        )
+    def operator(self) -> MatrixFree:
+        known: Any = {"diagonal": self.diagonal, "dense": self.dense, "in_sample_space": self.in_sample_space}
+        return MatrixFree(self.space, self.product, **known, passes=self.passes)
 
     def product(self, matrix: Tensor) -> Tensor:
         drawn = torch.Generator(self.space.device).manual_seed(self.seed)
@@ -89,9 +73,8 @@ class ThroughOutputs:
         return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
-        return collected(
-            self.passes, self.inject, self.seed, DiagonalAccumulator(self.space), diagonal_chunks
-        ).diagonal()
+        sums = DiagonalAccumulator(self.space)
+        return collected(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
@@ -107,34 +90,27 @@ class ThroughGradient:
 
     passes: Repeated
     space: Space
-    checked: list[bool] = field(default_factory=list)
+    is_checked: bool = False
 
-    @classmethod
-    def operator(cls, source: DataSource) -> MatrixFree:
-        own = cls(Repeated(source), source.space)
-        return MatrixFree(own.space, own.product, passes=own.passes)
+    def operator(self) -> MatrixFree:
+        return MatrixFree(self.space, self.product, passes=self.passes)
 
     def product(self, matrix: Tensor) -> Tensor:
-        if not self.checked:
+        if not self.is_checked:
             self._require_symmetric()
-            self.checked.append(True)
+            self.is_checked = True
         return self.passes.times(through_gradient, matrix)
 
     def _require_symmetric(self) -> None:
         source = self.passes.source
-
-        def check(passes: Repeated) -> None:
-            product = partial(passes.times, through_complete_gradient)
-            require_symmetric(self.space, product, coarsest(source.model))
-
         try:
-            check(self.passes)
+            require_symmetric(self.space, self.passes)
         except RuntimeError as error:
             if source.loss is None or not is_torch_loss(resolve(source.loss)):
                 raise
             # at its minimum the Hessian of a loss is rounding: that of other values tells whether torch has it right
             try:
-                check(Repeated(replace(source, loss=_waves)))
+                require_symmetric(self.space, Repeated(replace(source, loss=_waves)))
             except (TypeError, ValueError):  # the output is more than one tensor
                 raise error from None
 

@@ -31,11 +31,7 @@ def require_none(batch: Batch, output: Tensor) -> None:
 
 
 def without_penalty(batch: Batch, output: Tensor) -> Tensor:
-    """The loss of a batch of a sum over several, less what it adds to each batch, and not to each sample.
-
-    Raises:
-        ValueError: that cannot be told.
-    """
+    """The loss of a batch of a sum over several, less what it adds to each batch, and not to each sample."""
     value = batch.loss_of(output)
     read, own = _read_by_loss(batch, output, batch.y)
     if not read:

@@ -44,10 +44,7 @@ class RowAccumulator(Accumulator[SampleSpace]):
 
 
 def in_sample_space(passes: Passes, inject: Injection, seed: int, space: Space, limit: int) -> Operator | None:
-    """The matrix by its rows; None if there are more than `limit`, which costs no backward pass that exceeds it.
-
-    None also for a loss whose Hessian at the output has no root that is known.
-    """
+    """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
     found = 0
 
     def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:

@@ -35,32 +35,20 @@ KINDS: dict[str, Any] = {
 
 @dataclass
 class Progress:
-    """What a pass over data has added up.
-
-    Attributes:
-        generator: of the numbers that the vectors are drawn with.
-        total: what the samples count for together.
-        batches: how many are in the sums.
-        is_sum: whether the loss is a sum over samples, not a mean.
-    """
+    """What a pass over data has added up."""
 
     accumulator: Accumulator[Any]
-    generator: torch.Generator
-    total: float = 0.0
-    batches: int = 0
-    is_sum: bool = False
+    generator: torch.Generator  # of the numbers that the vectors are drawn with
+    total: float = 0.0  # what the samples count for together
+    batches: int = 0  # how many are in the sums
+    is_sum: bool = False  # whether the loss is a sum over samples, not a mean
 
 
 class StoredSums:
-    """The file of a pass.
+    """The file of a pass, which goes on with it if it exists."""
 
-    Args:
-        path: of the file. If it exists, the pass goes on with it.
-        about: what the sums are of: plain numbers, strings, and dicts of them.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
-        self.path, self.about = Path(path), dict(about)
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
+        self.path, self.about = Path(path), about  # what the sums are of: plain numbers, strings, and dicts of them
         self.written, self.seconds = time.monotonic(), 0.0
 
     def fill(self, progress: Progress, add: Callable[[Any], None], each: Callable[..., None]) -> None:

@@ -28,19 +28,12 @@ MIN_WIDTH_RATIO = 2  # the outputs of the last layer are at least this many time
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The last layer.
+    """The linear layer that ends the model."""
 
-    Attributes:
-        names: of its weight and bias, which nothing else reads.
-        weight: W, (o, d).
-        index: (n, t, o), the positions of its outputs in the flat output of the model.
-        shape: of the model's output.
-    """
-
-    names: frozenset[str]
-    weight: Tensor
-    index: Tensor
-    shape: torch.Size
+    names: frozenset[str]  # of its weight and bias, which nothing else reads
+    weight: Tensor  # W, (o, d)
+    index: Tensor  # (n, t, o), the positions of its outputs in the flat output of the model
+    shape: torch.Size  # of the model's output
 
     @property
     def places(self) -> int:
