@@ -240,10 +240,10 @@ def _moment_of_backprops(scheme: Scheme, left: Any, right: Any, scales: Tensor |
 
 
 def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether two bases are equal, to what processors differ by."""
-    if x is None or y is None or x.shape != y.shape:
-        return False
-    return bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
+    """Whether two bases are equal, to what processors differ by; None is the identity."""
+    if x is None or y is None:
+        return x is y
+    return x.shape == y.shape and bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
 
 
 class EigenAccumulator(Accumulator[EigenKronecker]):
@@ -262,7 +262,7 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
 
     def add_(self, other: Any) -> None:
         for ours, theirs in ((self.basis.rows, other.basis.rows), (self.basis.columns, other.basis.columns)):
-            if not (ours is theirs is None or _are_near(ours, theirs)):
+            if not _are_near(ours, theirs):
                 raise ValueError(
                     f"{self.names[0]}: its eigenvalues are in other bases; make all with ekfac(..., factors=K), K of "
                     "all data"

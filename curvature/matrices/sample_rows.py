@@ -8,7 +8,7 @@ import torch
 
 from curvature.gradients import Jacobian
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Accumulator, Chunk, Vectors
+from curvature.matrices.accumulators import Accumulator, Chunk
 from curvature.matrices.block_structure import Passes, collected
 from curvature.matrices.passes import RecordedBatch
 from curvature.operators import Operator, SampleSpace, Space
@@ -27,15 +27,12 @@ class RowAccumulator(Accumulator[SampleSpace]):
         self.parts: list[tuple[int, dict[str, list[Term]]]] = []
 
     def add(self, chunk: Chunk) -> None:
-        count = len(chunk.weights)
-        self.parts += [(count, self._complete(chunk.left, k, count)) for k in range(chunk.vectors)]
-
-    def _complete(self, vectors: Vectors, k: int, count: int) -> dict[str, list[Term]]:
-        """The terms of one of the vectors."""
-        zeros = {name: torch.zeros((), dtype=self.space.dtype, device=d) for name, d in self.space.devices.items()}
-        none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
-        terms = {name: vectors[name][k] if name in vectors else none[name] for name in self.names}
-        return {name: [promote(t, self.space.dtype) for t in own] for name, own in terms.items()}
+        count, dtype, devices = len(chunk.weights), self.space.dtype, self.space.devices
+        for k in range(chunk.vectors):
+            zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
+            none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
+            terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
+            self.parts.append((count, {name: [promote(t, dtype) for t in own] for name, own in terms.items()}))
 
     def result(self, scale: float) -> SampleSpace:
         zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)

@@ -22,7 +22,7 @@ from curvature.operators.space import (
     warn_of_decomposition,
     warn_of_products,
 )
-from curvature.operators.storage import KINDS, restore, rounded_state, scipy_operator, to_plain_data
+from curvature.operators.storage import KINDS, restore, rounded_state, to_plain_data
 
 T = TypeVar("T")
 log = logging.getLogger("curvature")
@@ -236,7 +236,21 @@ class Operator(ABC):
         Raises:
             ImportError: SciPy is not installed.
         """
-        return scipy_operator(self.space, self._matmat)
+        try:
+            import scipy.sparse.linalg
+        except ImportError as error:
+            raise ImportError("to_scipy needs SciPy, which is not installed: pip install scipy") from error
+
+        def product(array: Any) -> Any:
+            columns = torch.from_numpy(array.reshape(self.space.size, -1).copy())
+            if columns.is_complex():
+                raise TypeError("the matrix is real: apply it to the real and imaginary parts separately")
+            found = self._matmat(columns.to(self.space.device, self.space.dtype))
+            return found.detach().cpu().numpy().reshape(array.shape)
+
+        name = str(self.space.dtype).removeprefix("torch.")
+        products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+        return scipy.sparse.linalg.LinearOperator(self.shape, dtype=name, **products)
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers, strings and lists of them, for `save`.

@@ -112,14 +112,11 @@ class BlockDiagonal(Operator):
         Raises:
             KeyError: there is none, or several.
         """
-        matching = [
-            block
-            for block in self.blocks.values()
-            if any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
-        ]
+        is_of = lambda block: any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
+        matching = [block for block in self.blocks.values() if is_of(block)]
         if len(matching) != 1:
-            there = ", ".join(self.blocks) if not matching else ", ".join(block.space.names[0] for block in matching)
-            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {there}")
+            there = [block.space.names[0] for block in matching] or self.blocks
+            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {', '.join(there)}")
         return matching[0]
 
     def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:

@@ -75,14 +75,11 @@ def conjugate_gradient(
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
     is_ours = preconditioner is None or isinstance(preconditioner, Operator)
-    with op._one_call() if is_ours else nullcontext():
-        return op.by_columns(lambda V: _solve(op, V, float(damping), _as_function(preconditioner), rtol, limit), v)
-
-
-def _as_function(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
     if preconditioner is None:
-        return lambda V: V
-    return preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
+        preconditioner = lambda V: V
+    apply = preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
+    with op._one_call() if is_ours else nullcontext():
+        return op.by_columns(lambda V: _solve(op, V, float(damping), apply, rtol, limit), v)
 
 
 def _solve(

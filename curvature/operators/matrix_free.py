@@ -18,13 +18,10 @@ def _nothing(limit: int) -> None:
 
 
 class Passes(Protocol):
-    """The passes over data that make the products."""
+    """The passes over data that make the products; inside, what products share is kept, or that of a single batch."""
 
-    def keeping(self) -> AbstractContextManager[None]:
-        """Inside, what products share is kept."""
-
-    def keeping_one_batch(self) -> AbstractContextManager[None]:
-        """The same where that takes no more memory than the first product."""
+    def keeping(self) -> AbstractContextManager[None]: ...
+    def keeping_one_batch(self) -> AbstractContextManager[None]: ...
 
 
 class MatrixFree(Operator):

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -68,9 +68,7 @@ class Space:
                     "out (parameters=[...], or requires_grad_(False))"
                 )
         places = tuple(tensor.device for tensor in parameters.values())
-        widest = torch.float32
-        for tensor in parameters.values():
-            widest = torch.promote_types(widest, tensor.dtype)
+        widest = reduce(torch.promote_types, (tensor.dtype for tensor in parameters.values()), torch.float32)
         shapes = tuple(tuple(tensor.shape) for tensor in parameters.values())
         return Space(tuple(parameters), shapes, dtype or widest, places[0] if places else torch.device("cpu"), places)
 

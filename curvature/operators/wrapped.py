@@ -20,9 +20,8 @@ from curvature.operators.storage import copy_if_view, restore
 class Wrapped(Operator):
     """A matrix whose methods are those of another one; subclasses say how vectors and results differ, if they do."""
 
-    @property
     @abstractmethod
-    def wrapped(self) -> Operator:
+    def _decomposed(self) -> Operator:
         """The matrix that does the work."""
 
     def _to_wrapped(self, rows: Tensor) -> Tensor:
@@ -37,43 +36,37 @@ class Wrapped(Operator):
         return result
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._from_wrapped(self.wrapped._matmat(self._to_wrapped(V)))
+        return self._from_wrapped(self._decomposed()._matmat(self._to_wrapped(V)))
 
     def diagonal(self) -> Tensor:
-        return self._from_wrapped(self.wrapped.diagonal())
+        return self._from_wrapped(self._decomposed().diagonal())
 
     def trace(self) -> Tensor:
-        return self.wrapped.trace()
+        return self._decomposed().trace()
 
     def frobenius_norm(self) -> Tensor:
-        return self.wrapped.frobenius_norm()
-
-    def _eigenvalues(self) -> Tensor:
-        return self.wrapped._eigenvalues()
+        return self._decomposed().frobenius_norm()
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self._from_wrapped(self.wrapped._solve(self._to_wrapped(V), damping))
+        return self._from_wrapped(self._decomposed()._solve(self._to_wrapped(V), damping))
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._from_wrapped(self.wrapped._inverse_root(Z, damping))  # the order of noise is irrelevant
+        return self._from_wrapped(self._decomposed()._inverse_root(Z, damping))  # the order of noise is irrelevant
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        return self._wrap(self.wrapped.inverse(damping))
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self.wrapped.logdet(damping)
+        return self._wrap(self._decomposed().inverse(damping))
 
     def _in_16_bits(self) -> Operator:
-        return self._wrap(self.wrapped.to(torch.bfloat16))
+        return self._wrap(self._decomposed().to(torch.bfloat16))
 
     def scaled(self, factor: float) -> Operator:
-        return self._wrap(self.wrapped.scaled(factor))
+        return self._wrap(self._decomposed().scaled(factor))
 
     def damped(self, damping: float) -> Operator:
-        return self._wrap(self.wrapped.damped(damping))
+        return self._wrap(self._decomposed().damped(damping))
 
     def factored_damping(self, damping: float) -> Operator:
-        return self._wrap(self.wrapped.factored_damping(damping))
+        return self._wrap(self._decomposed().factored_damping(damping))
 
 
 class RowBlocks(Wrapped):
@@ -102,8 +95,7 @@ class RowBlocks(Wrapped):
         """The blocks by the name of their first row range."""
         return self.inner.blocks
 
-    @property
-    def wrapped(self) -> Operator:
+    def _decomposed(self) -> Operator:
         return self.inner
 
     def _to_wrapped(self, rows: Tensor) -> Tensor:
@@ -126,15 +118,10 @@ class RowBlocks(Wrapped):
 
 
 class Stored(Wrapped):
-    """A matrix that is kept as its state: in few bits, or in a file.
+    """A matrix that is kept as its state: in few bits, or in a file, on any device.
 
     Every method makes the matrix, in the precision of the space, and forgets it: only what a solve needs is in memory,
     as it runs, and a decomposition is made anew for the next one (`inverse` keeps it).
-
-    Args:
-        space: of the parameters.
-        held: what `Operator.state` gives. Its floating-point tensors may be of another dtype than the space, on another
-            device, and mapped from a file.
     """
 
     fields = ("space", "held")
@@ -143,8 +130,7 @@ class Stored(Wrapped):
         super().__init__(space)
         self.held = dict(held)
 
-    @property
-    def wrapped(self) -> Operator:
+    def _decomposed(self) -> Operator:
         device, dtype = self.space.device, self.space.dtype
         place = lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
         state = pytree.tree_map_only(Tensor, place, self.held)
@@ -163,13 +149,13 @@ class Stored(Wrapped):
         return cls(Space.restore(state["space"], device), state["held"])
 
     def to(self, dtype: torch.dtype) -> Operator:
-        return self.wrapped.to(dtype)
+        return self._decomposed().to(dtype)
 
     def to_dense(self) -> Tensor:
-        return self.wrapped.to_dense()
+        return self._decomposed().to_dense()
 
     def compact(self) -> Operator:
-        return self.wrapped.compact()
+        return self._decomposed().compact()
 
     def _details(self) -> list[str]:
         return [f"{self.held['structure']}, kept"]
@@ -191,20 +177,17 @@ def load(path: str | PathLike[str], device: torch.device | str | None = None, *,
     """
     place: Any = "cpu" if lazily else device
     state = torch.load(path, map_location=place, weights_only=True, mmap=True if lazily else None)
-    if not isinstance(state, dict) or "structure" not in state or state["structure"] == "Space":
+    if not isinstance(state, dict) or state.get("structure") in (None, "Space", "AffineLayout"):
         raise ValueError(f"{path} holds no matrix saved by Operator.save")
-    operator = _lazily(state, device) if lazily else restore(state, device)
-    if not isinstance(operator, Operator):
-        raise ValueError(f"{path} holds no matrix saved by Operator.save")
+    operator: Operator = _lazily(state, device) if lazily else restore(state, device)
     return operator
 
 
 def _lazily(state: Mapping[str, Any], device: torch.device | str | None) -> Operator:
     """Blocks that are made when they are used."""
     if state["structure"] == "BlockDiagonal":
-        return BlockDiagonal(
-            Space.restore(state["space"], device), [_lazily(block, device) for block in state["blocks"]]
-        )
+        blocks = [_lazily(block, device) for block in state["blocks"]]
+        return BlockDiagonal(Space.restore(state["space"], device), blocks)
     if state["structure"] == "Stored":
         return Stored.from_state(state, device)
     return Stored(_space_of(state, device), state)
