@@ -7,7 +7,7 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, blocks_of
+from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks, blocks_of
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.estimators import Estimate, hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
@@ -24,7 +24,7 @@ from curvature.operators.spectra import (
     spectral_density,
 )
 from curvature.operators.storage import restore
-from curvature.operators.wrapped import RowBlocks, load
+from curvature.operators.stored import load
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",

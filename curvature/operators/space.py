@@ -88,11 +88,7 @@ class Space:
         return sum(self.sizes)
 
     def subspace(self, names: Iterable[str]) -> Space:
-        """The space of these parameters, in the given order, with flat vectors on the device of the first.
-
-        Raises:
-            KeyError: a name is not in this space.
-        """
+        """The space of these parameters, in this order, flat vectors where the first is; KeyError for others."""
         names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -126,11 +122,7 @@ class Space:
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
-
-        Raises:
-            ValueError: the last dimension is not P, or device or dtype is wrong.
-        """
+        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name; ValueError as for `checked`."""
         flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
         parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
         return {name: part.reshape((*flat.shape[:-1], *shape)).to(self.devices[name]) for name, shape, part in parts}
@@ -150,23 +142,14 @@ class Space:
         return tensor.to(self.dtype)
 
     def kept(self, tensor: Tensor, shape: Sequence[int], what: str, device: torch.device | None = None) -> Tensor:
-        """`checked` for a part of a matrix, detached from autograd.
-
-        Raises:
-            ValueError: as for `checked`, or an entry is not finite.
-        """
+        """`checked` for a part of a matrix, detached from autograd; ValueError also if an entry is not finite."""
         tensor = self.checked(tensor, shape, what, device).detach()
         if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is fast but may overflow
             raise ValueError(f"{what} of the parameters {list(self.names)} has entries that are not finite")
         return tensor
 
     def normal(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent standard normal columns, (P, count).
-
-        Args:
-            count: number of columns.
-            generator: on any device; by default a new one with seed 0, which leaves the global random state untouched.
-        """
+        """Independent standard normal columns, (P, count), from a generator on any device, or a new one with seed 0."""
         generator = generator or self.generator()
         drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
         return drawn.to(self.device).T

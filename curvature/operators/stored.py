@@ -1,8 +1,7 @@
-"""Matrices that others stand for: over ranges of rows, in few bits, or in files."""
+"""Matrices that are kept as their state: in few bits, or in files."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -17,107 +16,7 @@ from curvature.operators.space import Space
 from curvature.operators.storage import copy_if_view, restore
 
 
-class Wrapped(Operator):
-    """A matrix whose methods are those of another one; subclasses say how vectors and results differ, if they do."""
-
-    @abstractmethod
-    def _decomposed(self) -> Operator:
-        """The matrix that does the work."""
-
-    def _to_wrapped(self, rows: Tensor) -> Tensor:
-        """Rows (P, ...) in the order of the wrapped matrix."""
-        return rows
-
-    def _from_wrapped(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def _wrap(self, result: Operator) -> Operator:
-        """A matrix over the space of this one, from one over that of the wrapped one."""
-        return result
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self._from_wrapped(self._decomposed()._matmat(self._to_wrapped(V)))
-
-    def diagonal(self) -> Tensor:
-        return self._from_wrapped(self._decomposed().diagonal())
-
-    def trace(self) -> Tensor:
-        return self._decomposed().trace()
-
-    def frobenius_norm(self) -> Tensor:
-        return self._decomposed().frobenius_norm()
-
-    def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self._from_wrapped(self._decomposed()._solve(self._to_wrapped(V), damping))
-
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._from_wrapped(self._decomposed()._inverse_root(Z, damping))  # the order of noise is irrelevant
-
-    def inverse(self, damping: float = 0.0) -> Operator:
-        return self._wrap(self._decomposed().inverse(damping))
-
-    def _in_16_bits(self) -> Operator:
-        return self._wrap(self._decomposed().to(torch.bfloat16))
-
-    def scaled(self, factor: float) -> Operator:
-        return self._wrap(self._decomposed().scaled(factor))
-
-    def damped(self, damping: float) -> Operator:
-        return self._wrap(self._decomposed().damped(damping))
-
-    def factored_damping(self, damping: float) -> Operator:
-        return self._wrap(self._decomposed().factored_damping(damping))
-
-
-class RowBlocks(Wrapped):
-    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
-    cross attention, which share one weight but read different inputs.
-
-    Args:
-        space: of the parameters.
-        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
-        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
-
-    Raises:
-        ValueError: `order` is not a permutation of P numbers.
-    """
-
-    fields = ("space", "inner", "order")
-
-    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
-        super().__init__(space)
-        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
-            raise ValueError(f"order should be a permutation of {space.size} numbers")
-        self.inner, self.order = inner, order
-
-    @property
-    def blocks(self) -> dict[str, Operator]:
-        """The blocks by the name of their first row range."""
-        return self.inner.blocks
-
-    def _decomposed(self) -> Operator:
-        return self.inner
-
-    def _to_wrapped(self, rows: Tensor) -> Tensor:
-        return rows[self.order]
-
-    def _from_wrapped(self, rows: Tensor) -> Tensor:
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
-
-    def _wrap(self, result: Operator) -> Operator:
-        assert isinstance(result, BlockDiagonal)
-        return RowBlocks(self.space, result, self.order)
-
-    def to_dense(self) -> Tensor:
-        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
-        dense[self.order[:, None], self.order] = self.inner.to_dense()
-        return dense
-
-    def _details(self) -> list[str]:
-        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
-
-
-class Stored(Wrapped):
+class Stored(Operator):
     """A matrix that is kept as its state: in few bits, or in a file, on any device.
 
     Every method makes the matrix, in the precision of the space, and forgets it: only what a solve needs is in memory,
@@ -151,11 +50,32 @@ class Stored(Wrapped):
     def to(self, dtype: torch.dtype) -> Operator:
         return self._decomposed().to(dtype)
 
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._decomposed()._matmat(V)
+
     def to_dense(self) -> Tensor:
         return self._decomposed().to_dense()
 
     def compact(self) -> Operator:
         return self._decomposed().compact()
+
+    def diagonal(self) -> Tensor:
+        return self._decomposed().diagonal()
+
+    def trace(self) -> Tensor:
+        return self._decomposed().trace()
+
+    def frobenius_norm(self) -> Tensor:
+        return self._decomposed().frobenius_norm()
+
+    def scaled(self, factor: float) -> Operator:
+        return self._decomposed().scaled(factor)
+
+    def damped(self, damping: float) -> Operator:
+        return self._decomposed().damped(damping)
+
+    def factored_damping(self, damping: float) -> Operator:
+        return self._decomposed().factored_damping(damping)
 
     def _details(self) -> list[str]:
         return [f"{self.held['structure']}, kept"]
