@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.functional import TwiceDifferentiable, own_functions
-from curvature.gradients import (
-    Batch,
-    are_adjoint,
-    batched_vjp,
-    changes_by_backward_passes,
-    number_of_batches,
-)
+from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import cat, contradicts_differences, full_precision, matmul, stack, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.jacobians import changes_by_rows
@@ -51,8 +45,7 @@ class Repeated:
 
     def __post_init__(self) -> None:
         self.state = self._state()
-        self.keeps = False  # whether products are kept from one call of `times` to the next
-        self.kept: list[BatchProduct] = []  # of all batches
+        self.kept: list[BatchProduct] | None = None  # of all batches, once there are; None: `times` keeps nothing
         self.kept_for: dict[str, Any] = {}
         self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
         self.is_single = number_of_batches(self.source.data) == 1
@@ -120,21 +113,21 @@ class Repeated:
         weights: list[float] = []
         made: list[BatchProduct] = []
 
-        def add(product: BatchProduct) -> None:
-            put, weight = product
+        def add(put: Put, weight: float) -> None:
             put(columns, total, bool(weights))
             weights.append(weight)
 
         def visit(run: RecordedBatch) -> None:
-            add(product := prepare(run, self.is_single))
-            if self.keeps and not run.one_pass:
+            product = prepare(run, self.is_single)
+            add(*product)
+            if self.kept is not None and not run.one_pass:
                 made.append(product)
 
         if self.kept:
             self._require_unchanged()
             with self.source.surroundings():
                 for product in self.kept:
-                    add(product)
+                    add(*product)
         else:
             self.each(visit)
             if len(made) == len(weights):
@@ -147,14 +140,14 @@ class Repeated:
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Inside, the products of the batches are kept with their graphs; the outermost block frees them."""
-        if self.keeps:
+        if self.kept is not None:
             yield
             return
-        self.keeps = True
+        self.kept = []
         try:
             yield
         finally:
-            self.keeps, self.kept, self.kept_for = False, [], {}
+            self.kept = None
 
     def keeping_one_batch(self) -> AbstractContextManager[None]:
         """The same for data in one batch: the first product at a shape, which is checked, takes as much memory."""

@@ -88,11 +88,10 @@ class StoredSums:
 
     def _write(self, progress: Progress, before: Tensor, first: Any) -> None:
         start = time.monotonic()
-        numbers = {"batches": progress.batches, "total": progress.total, "before": before, "first": first}
-        numbers["is_sum"] = progress.is_sum
-        draws = progress.generator.get_state()
+        numbers = {"batches": progress.batches, "total": progress.total, "is_sum": progress.is_sum, "first": first}
+        states = {"before": before, "draws": progress.generator.get_state()}
         part = self.path.with_name(self.path.name + ".part")
-        torch.save({"about": self.about, "sums": _packed(progress.accumulator), "draws": draws, **numbers}, part)
+        torch.save({"about": self.about, "sums": _packed(progress.accumulator), **states, **numbers}, part)
         os.replace(part, self.path)
         self.written = time.monotonic()
         self.seconds = self.written - start
@@ -124,15 +123,14 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
     for path in listed[1:]:
         part = _read(path, device)
         require_same(path, part["about"], whole["about"], "batches")
+        apart = f"{path} and {listed[0]} do not go together"
         try:
             whole["sums"].add_(part["sums"])
         except ValueError as error:
-            raise ValueError(f"{path} and {listed[0]} do not go together: {error}") from error
+            raise ValueError(f"{apart}: {error}") from error
         whole["total"] += part["total"]
         if part["is_sum"] != whole["is_sum"]:
-            raise ValueError(
-                f"{path} and {listed[0]} do not go together: the loss of one is a sum, of the other a mean"
-            )
+            raise ValueError(f"{apart}: the loss of one is a sum, of the other a mean")
     return whole["sums"].result(1.0 if whole["is_sum"] else 1 / whole["total"])
 
 

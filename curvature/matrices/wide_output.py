@@ -39,6 +39,11 @@ class LastLayer:
     def places(self) -> int:
         return self.index.shape[1]
 
+    def probe(self) -> Tensor:
+        """Normal numbers (n, t, o), the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(self.index.shape, generator=generator, dtype=torch.float64, device="cpu")
+
     def to_output(self, z: Tensor) -> Tensor:
         """(k, n, t, o) to (k, *output.shape)."""
         out = z.new_empty(len(z), self.index.numel())
@@ -120,9 +125,7 @@ def _at_places(x: Tensor, places: Tensor) -> Tensor:
 
 def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
-    probe = probe.to(head.index.device, widest(head.index.device.type))
+    probe = head.probe().to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
         found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
         found[:, :, t] = 0
@@ -197,10 +200,8 @@ def _affine_term(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct
 def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
     """Whether vectors in the null space of ``W^T`` reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
     basis = qr(widen(head.weight))[0]
-    z = z.to(basis)
+    z = head.probe()[None].to(basis)
     norms = []
     for vector in (z, z - (z @ basis) @ basis.T):
         sent = head.to_output(vector).to(run.output.dtype)[0]

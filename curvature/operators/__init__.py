@@ -14,7 +14,7 @@ from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
-from curvature.operators.space import DENSE_LIMIT, Named, Space, require_held_size
+from curvature.operators.space import DENSE_LIMIT, Named, Space
 from curvature.operators.spectra import (
     Tridiagonal,
     lanczos,
@@ -31,6 +31,5 @@ __all__ = [
     "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
     "blocks_of", "conjugate_gradient", "flat_parameters", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
     "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
-    "require_held_size", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
-    "xtrace",
+    "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -231,9 +231,8 @@ class Kronecker(LayerOperator):
     def to_dense(self) -> Tensor:
         require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
-        spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
-        places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
-        for group, where in enumerate(self.arrangement.to_matrices(places).flatten(1)):
+        (places,) = self._to_matrices(torch.arange(self.space.size, device=self.space.device)[:, None])
+        for group, where in enumerate(places.flatten(1)):
             B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
             dense[where[:, None], where] = torch.kron(B.contiguous(), A.contiguous())
         return dense

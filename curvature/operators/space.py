@@ -52,14 +52,9 @@ class Space:
 
     @staticmethod
     def of(parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Space:
-        """The space of these parameters, in their order, with flat vectors on the device of the first.
+        """The space of parameters by name, in their order, with flat vectors on the device of the first.
 
-        Args:
-            parameters: tensors by name, such as ``dict(model.named_parameters())``.
-            dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
-
-        Raises:
-            ValueError: a parameter is complex.
+        Its dtype is by default the widest of theirs, at least float32; ValueError if one is complex.
         """
         for name, tensor in parameters.items():
             if tensor.is_complex():
@@ -194,21 +189,6 @@ def require_dense_size(space: Space) -> None:
             f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
             "These need products only: conjugate_gradient, eigenvalues(k), hutchpp_trace, xtrace, xdiag, "
             "lanczos_eigenvalues, lanczos_logdet, spectral_density"
-        )
-
-
-def require_held_size(
-    names: Sequence[str], what: str, rows: int, dtype: torch.dtype, structures: Sequence[str]
-) -> None:
-    """Raise ValueError for more than `DENSE_LIMIT` rows. The last of `structures` is to hold them all the same."""
-    if rows > DENSE_LIMIT:
-        layer = names[0].rpartition(".")[0] or names[0]
-        gigabytes = rows**2 * dtype.itemsize / 1e9
-        raise ValueError(
-            f"{layer}: {what} would have {rows} x {rows} entries ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT} "
-            f"rows; choose structure={{{layer!r}: {structures[0]!r}}}"
-            + "".join(f" or {other!r}" for other in structures[1:-1])
-            + f", or {structures[-1]!r} to build it all the same"
         )
 
 
