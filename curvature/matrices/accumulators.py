@@ -159,17 +159,17 @@ class DenseAccumulator(Accumulator[operators.Dense]):
         self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
 
     def add(self, chunk: Chunk) -> None:
+        def rows(vectors: Vectors, k: int) -> Tensor:
+            own = {name: vectors[name][k] for name in self.names if name in vectors}
+            return rows_of(self.space, own, len(chunk.weights))
+
         for k in range(chunk.vectors):
-            u = self._rows(chunk.left, k, len(chunk.weights))
-            w = u if chunk.right is chunk.left else self._rows(chunk.right, k, len(chunk.weights))
+            u = rows(chunk.left, k)
+            w = u if chunk.right is chunk.left else rows(chunk.right, k)
             self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
 
     def add_(self, other: Any) -> None:
         self.sum += other.sum
-
-    def _rows(self, vectors: Vectors, k: int, count: int) -> Tensor:
-        """Per-sample gradients (N, P) of one of the vectors."""
-        return rows_of(self.space, {name: vectors[name][k] for name in self.names if name in vectors}, count)
 
     def result(self, scale: float) -> operators.Dense:
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
@@ -315,7 +315,7 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:
-        """An accumulator for the second pass alone, given what the first has found; ValueError if it does not fit."""
+        """An accumulator for a second pass, given what the first has found; ValueError if it does not fit."""
         if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
             raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
 
@@ -326,12 +326,6 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
             return self.make(names, chunk).refined(block)
 
         return LayersAccumulator(self.space, make, self.alone)
-
-    def refined(self, block: BlockDiagonal) -> LayersAccumulator:
-        again = LayersAccumulator(self.space, self.make, self.alone)
-        again.waiting = list(self.waiting)
-        again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
-        return again
 
 
 class RowRangeAccumulator(Accumulator[RowBlocks]):

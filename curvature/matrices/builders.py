@@ -285,17 +285,14 @@ def ekfac(
     Without `factors` it takes two passes over the data. Other arguments, units and errors are those of `kfac`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    space, seed = source.space, seed_of(generator)
-    passes = Repeated(source, inject)
-    sums = by_layers(space, "kronecker", sharing, structure)
+    passes, seed = Repeated(source, inject), seed_of(generator)
+    sums = by_layers(source.space, "kronecker", sharing, structure)
     if factors is None:
         first = None if store is None else f"{os.fspath(store)}.factors"
         file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")
-        again = sums.refined(collected(passes, inject, seed, sums, store=file))
-    else:
-        again = sums.within(factors)
+        factors = collected(passes, inject, seed, sums, store=file)
     file = _stored(store, source, inject, f"ekfac, {sharing}, {structure}")
-    return collected(passes, inject, seed, again, store=file)
+    return collected(passes, inject, seed, sums.within(factors), store=file)
 
 
 def _stored(store: Path | None, source: DataSource, inject: Injection, form: str) -> StoredSums | None:

@@ -1,13 +1,10 @@
 """``J v`` for any number of directions, in the fastest way that proves right.
 
-`Linearised` goes by the graph of a backward pass: the vectors that arrive at the layers are linear in the vectors sent
-back from the output, so differentiating them takes changes of the layers' outputs to the change of the model's. A
-layer's rule computes the former, each with one forward function of the layer; where a parameter is read otherwise, its
-gradient is differentiated. `ForwardMode` has dual numbers in place of the parameters, which takes two thirds of the
-time for several columns through group or batch norms, whose backward passes are slow to differentiate.
-
-The first pass at every shape, and through other functions, is compared with differentiating all parameters' gradients,
-and these with a vector that goes back. Where a function's backward pass cannot be differentiated, none is right.
+`Linearised` differentiates a backward pass: the vectors that arrive at layers are linear in those sent back from the
+output, so this takes changes of the layers' outputs, which their rules compute, to the change of the model's; where a
+parameter is read otherwise, its gradient is differentiated. `ForwardMode` has dual numbers in place of the parameters,
+two thirds of the time for several columns through group or batch norms. The first pass at every shape, and through
+other functions, is compared with differentiating all parameters' gradients, and these with a vector that goes back.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.gradients import Jacobian
 from curvature.losses import Injection, is_torch_loss, resolve
-from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
+from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
+from curvature.matrices.passes import RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
-from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
-from curvature.operators import MatrixFree, Operator, Space
+from curvature.operators import MatrixFree, Operator, SampleSpace, Space
 from curvature.recording import in_turn
+from curvature.terms import DenseGradients, Term, promote
 
 
 def kept(operator: MatrixFree) -> AbstractContextManager[None]:
@@ -54,6 +57,31 @@ def kept(operator: MatrixFree) -> AbstractContextManager[None]:
     return passes.keeping()
 
 
+class NotFewRows(Exception):
+    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
+
+
+class RowAccumulator(Accumulator[SampleSpace]):
+    """The rows of all chunks, whose vectors hold the roots of their weights."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.parts: list[tuple[int, dict[str, list[Term]]]] = []
+
+    def add(self, chunk: Chunk) -> None:
+        count, dtype, devices = len(chunk.weights), self.space.dtype, self.space.devices
+        for k in range(chunk.vectors):
+            zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
+            none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
+            terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
+            self.parts.append((count, {name: [promote(t, dtype) for t in own] for name, own in terms.items()}))
+
+    def result(self, scale: float) -> SampleSpace:
+        zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
+        shapes = dict(self.entries())
+        return SampleSpace(self.space, Jacobian(self.parts, shapes, zero).stacked(), scale)
+
+
 @dataclass
 class ThroughOutputs:
     """``sum_n J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
@@ -81,7 +109,30 @@ class ThroughOutputs:
         return collected(self.passes, self.inject, self.seed, DenseAccumulator(self.space)).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
-        return in_sample_space(self.passes, self.inject, self.seed, self.space, limit)
+        """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
+        found = 0
+
+        def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+            nonlocal found
+            dims, count = run.batch.dims, run.batch.count
+            output, loss, target = run.samples_first()
+            found += inject.number(output, count) * count
+            if found > limit:
+                raise NotFewRows
+            weights = run.weights(inject)
+            roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
+            sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
+            for number, (left, right) in enumerate(sent):
+                if right is not None:
+                    raise NotFewRows
+                for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
+                    terms = run.terms(part)
+                    yield run.chunk(len(part), terms, terms, weights, number == k == 0)
+
+        try:
+            return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
+        except NotFewRows:
+            return None
 
 
 @dataclass

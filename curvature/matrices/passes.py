@@ -66,8 +66,8 @@ class DataSource:
         return Space.of(recording.trained_parameters(self.model, self.parameters))
 
     def batch(self, x: Any, y: Any) -> Batch:
-        """A batch of the data, checked."""
-        return Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
+        """A batch of the data, checked; where there is no loss, another stands in that is never evaluated."""
+        return Batch.of(self.model, self.loss or nn.MSELoss(), x, y, self.sample_dim, self.parameters)
 
     @in_turn()
     def each(
@@ -92,7 +92,7 @@ class DataSource:
                 with self.surroundings() as state:
                     with AttentionInBlocks(), mode():  # for this alone: they slow every other function down
                         tape, output, _ = gradients.record(batch)
-                    run = RecordedBatch(batch, self.loss, state, tape, output, self.masses, number)
+                    run = RecordedBatch(self, number, batch, state, tape, output)
                     del tape, output  # `run` alone holds them
                     visit(run)
                     if run.random:
@@ -128,18 +128,11 @@ class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
     def __init__(
-        self,
-        batch: Batch,
-        loss: Loss | None,
-        state: ModelState,
-        tape: Tape,
-        output: Any,
-        masses: SampleMasses,
-        number: int,
+        self, source: DataSource, number: int, batch: Batch, state: ModelState, tape: Tape, output: Any
     ) -> None:
-        self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
+        self.source, self.number, self.masses = source, number, source.masses
+        self.batch, self.state, self.tape = batch, state, tape
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
-        self.masses, self.number = masses, number
         # why the batch is one sample: its samples meet in the model or in the loss
         self.whole: SamplesMeet | NoWeightedSum | None = None
         gradients.require_independent_samples(tape)
@@ -191,7 +184,7 @@ class RecordedBatch:
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(batch, self.loss, self.state, self.tape, self.output, self.masses, self.number)
+        found = RecordedBatch(self.source, self.number, batch, self.state, self.tape, self.output)
         found.whole, found._masses = why, mass
         found.random, found.one_pass = self.random, self.one_pass
         return found
@@ -306,7 +299,7 @@ class RecordedBatch:
 
     def samples_first(self) -> tuple[Tensor, Loss | None, Any]:
         """Output, detached, loss and target with the samples along dim 0 of both tensors."""
-        loss, dims = self.loss, self.batch.dims
+        loss, dims = self.source.loss, self.batch.dims
         output = self.output.detach().movedim(dims[1], 0)
         target = recording.map_tensors(lambda t: t.movedim(dims[2], 0), self.batch.y)
         if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
@@ -335,8 +328,3 @@ def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The backprops (k, *shape) of all vectors, where to copy them costs less than to call a rule for each vector."""
     found = [b for b in parts if b is not None]
     return torch.cat(found) if found and found[0].numel() <= COPIED_ELEMENTS else None
-
-
-def _half_square(output: Tensor, target: Any) -> Tensor:
-    """Stands in where there is no loss; never evaluated."""
-    return output.square().sum() / 2

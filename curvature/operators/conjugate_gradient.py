@@ -53,7 +53,7 @@ def conjugate_gradient(
 
     Columns share products but have their own step sizes; a converged column no longer changes. A final product checks
     the residual of the recursion and restarts the iteration if rounding made it wrong. On a singular matrix, a
-    consistent system gets its solution of least norm.
+    consistent system gets its solution of least norm. The result has the form of v.
 
     Args:
         op: positive definite with the damping.
@@ -64,9 +64,6 @@ def conjugate_gradient(
         rtol: allowed norm of the residual of each column relative to that of v; by default 1e-10 in float64, 1e-4 in
             float32.
         max_iter: maximum number of iterations, one product each; by default the smaller of 10 P and 5000.
-
-    Returns:
-        x, in the form of v.
 
     Raises:
         ValueError: the iteration met a direction of non-positive curvature.

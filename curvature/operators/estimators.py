@@ -82,9 +82,7 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
     size = op.space.size
     half = min(products_per_part(k, 2, xtrace), size)
     z = op.space.normal(half, generator)
-    image = op @ z
-    basis, leaves = _leave_one_out(image)
-    image_of_basis = op @ basis
+    image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     core = basis.mT @ image_of_basis
     # x[k] is z[k] without the range of the other images, and y[k] = M x[k]
     inside = basis.mT @ z
@@ -110,9 +108,7 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     Exact for rank less than ``k / 2``. Value and error have shape (P,). Arguments and errors are those of `xtrace`.
     """
     z = op.space.signs(min(products_per_part(k, 2, xdiag), op.space.size), generator)
-    image = op @ z
-    basis, leaves = _leave_one_out(image)
-    image_of_basis = op @ basis
+    image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     inside = basis.mT @ image
     inside = inside - leaves * (leaves * inside).sum(0)
     full = (basis * image_of_basis).sum(1)
@@ -120,8 +116,9 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     return mean_estimate(samples.T)
 
 
-def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis Q (P, k) of the columns, and unit s_k so that all columns but k span ``Q (I - s_k s_k^T)``."""
+def _leave_one_out(op: Operator, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """M z, its orthonormal basis Q (P, k), unit s_k so that all columns but k span ``Q (I - s_k s_k^T)``, and M Q."""
+    image = op @ z
     basis, root = qr(image)  # of dependent columns R is singular, and any direction of Q from rounding serves as s_k
     diagonal = root.diagonal()
     floor = (torch.finfo(root.dtype).eps * diagonal.abs().max()).clamp(min=math.sqrt(torch.finfo(root.dtype).tiny))
@@ -129,4 +126,4 @@ def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
     root = root + torch.where(small, floor.copysign(diagonal) - diagonal, torch.zeros_like(diagonal)).diag()
     eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
     leaves = torch.linalg.solve_triangular(root.mT, eye, upper=False)
-    return basis, leaves / leaves.norm(dim=0)
+    return image, basis, leaves / leaves.norm(dim=0), op @ basis

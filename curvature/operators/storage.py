@@ -40,8 +40,6 @@ def restore(value: Any, device: torch.device | str | None) -> Any:
     if structure in KINDS:
         return KINDS[structure].from_state(value, device)
     fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
-    if "structure" not in value:
-        return fields
     if structure == "Space":
         return Space.restore(fields, device)
     if structure == "AffineLayout":
