@@ -315,7 +315,7 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:
-        """An accumulator for a second pass, given what the first has found; ValueError if it does not fit."""
+        """An accumulator for the second pass alone, given what the first has found; ValueError if it does not fit."""
         if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
             raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
 
@@ -326,6 +326,12 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
             return self.make(names, chunk).refined(block)
 
         return LayersAccumulator(self.space, make, self.alone)
+
+    def refined(self, block: BlockDiagonal) -> LayersAccumulator:
+        again = LayersAccumulator(self.space, self.make, self.alone)
+        again.waiting = list(self.waiting)
+        again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
+        return again
 
 
 class RowRangeAccumulator(Accumulator[RowBlocks]):

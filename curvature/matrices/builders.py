@@ -290,9 +290,11 @@ def ekfac(
     if factors is None:
         first = None if store is None else f"{os.fspath(store)}.factors"
         file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")
-        factors = collected(passes, inject, seed, sums, store=file)
+        again = sums.refined(collected(passes, inject, seed, sums, store=file))
+    else:
+        again = sums.within(factors)
     file = _stored(store, source, inject, f"ekfac, {sharing}, {structure}")
-    return collected(passes, inject, seed, sums.within(factors), store=file)
+    return collected(passes, inject, seed, again, store=file)
 
 
 def _stored(store: Path | None, source: DataSource, inject: Injection, form: str) -> StoredSums | None:

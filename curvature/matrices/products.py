@@ -30,7 +30,8 @@ from curvature.recording import ModelState, in_turn, moved, tensors_in
 log = logging.getLogger("curvature")
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
-BatchProduct = tuple[Put, float]  # with the matrix of one batch, by its graph; what the batch counts for in a mean
+# With the matrix of one batch, by its graph; for how many columns at once; what the batch counts for in a mean.
+BatchProduct = tuple[Put, int, float]
 Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, and whether it is the only one
 
 
@@ -113,8 +114,9 @@ class Repeated:
         weights: list[float] = []
         made: list[BatchProduct] = []
 
-        def add(put: Put, weight: float) -> None:
-            put(columns, total, bool(weights))
+        def add(put: Put, step: int, weight: float) -> None:
+            for some, out in zip(columns.split(step), total.split(step), strict=True):
+                put(some, out, bool(weights))
             weights.append(weight)
 
         def visit(run: RecordedBatch) -> None:
@@ -211,17 +213,7 @@ def through_outputs(
         for some, where in zip(sent.split(at_once), out.split(at_once), strict=True):
             _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
-    return _in_steps(put, step), float(weight)
-
-
-def _in_steps(put: Put, step: int) -> Put:
-    """Make the product with `step` columns at a time."""
-
-    def each(columns: Tensor, out: Tensor, add: bool) -> None:
-        for part, rows in zip(columns.split(step), out.split(step), strict=True):
-            put(part, rows, add)
-
-    return each
+    return put, step, float(weight)
 
 
 def _columns_at_once(run: RecordedBatch) -> int:
@@ -265,7 +257,7 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
         _put(products, parameters, out, add)
 
-    return _in_steps(put, _through_backward(run)), weight
+    return put, _through_backward(run), weight
 
 
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
