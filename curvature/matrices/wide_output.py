@@ -87,20 +87,17 @@ def _vectors(
     """Vectors (k, n, t, o), with the names of the parameters whose diagonal they give."""
     step = run.cached_size
     own = diagonal.clamp(min=0).sqrt()
-    for start in range(0, head.places, step):
-        yield _at_places(own, torch.arange(start, min(start + step, head.places), device=own.device)), head.names
+    for places in torch.arange(head.places, device=own.device).split(step):
+        yield _at_places(own[:, places].movedim(1, 0), places, head), head.names
     rest = frozenset(run.batch.parameters) - head.names
     if not rest:
         return
     W = head.weight.to(own.dtype)
     root = _root(W, product, head, step)
     inputs = W.shape[1]
-    for start in range(0, head.places * inputs, step):
-        k = torch.arange(start, min(start + step, head.places * inputs), device=own.device)
+    for k in torch.arange(head.places * inputs, device=own.device).split(step):
         columns = root[:, k // inputs, :, k % inputs] @ W.T  # (k, n, o)
-        z = columns.new_zeros(len(k), *head.index.shape)
-        z[torch.arange(len(k), device=k.device), :, k // inputs] = columns
-        yield product(z), rest
+        yield product(_at_places(columns, k // inputs, head)), rest
 
 
 @full_precision()
@@ -116,10 +113,10 @@ def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: LastLayer, step:
     return vectors * torch.where(values > least, values.clamp(min=0).rsqrt(), 0)[..., None, :]
 
 
-def _at_places(x: Tensor, places: Tensor) -> Tensor:
-    """For each of the places (k,) the entries of x (n, t, o) there, zero elsewhere: (k, n, t, o)."""
-    z = x.new_zeros(len(places), *x.shape)
-    z[torch.arange(len(places), device=x.device), :, places] = x[:, places].movedim(1, 0)
+def _at_places(x: Tensor, places: Tensor, head: LastLayer) -> Tensor:
+    """Vectors (k, n, t, o) that are x (k, n, o), each at its own of the places (k,), and zero elsewhere."""
+    z = x.new_zeros(len(x), *head.index.shape)
+    z[torch.arange(len(x), device=x.device), :, places] = x
     return z
 
 
@@ -127,7 +124,7 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
     probe = head.probe().to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
-        found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
+        found = product(_at_places(probe[None, :, t], torch.tensor([t], device=probe.device), head))
         found[:, :, t] = 0
         if found.any():
             return True
