@@ -278,13 +278,10 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
     """One accumulator for each layer, made from the first chunk that has vectors for it; others have zero blocks."""
 
     def __init__(
-        self,
-        space: Space,
-        make: Callable[[tuple[str, ...], Chunk], Accumulator[Any]],
-        alone: Collection[str],  # parameters that have a block of their own
+        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator[Any]], alone: Collection[str]
     ) -> None:
         super().__init__(space)
-        self.make, self.alone = make, alone
+        self.make, self.alone = make, alone  # which parameters have a block of their own
         self.parts: dict[tuple[str, ...], Accumulator[Any]] = {}
         self.waiting = list(space.names)
 

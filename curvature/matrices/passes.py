@@ -133,8 +133,7 @@ class RecordedBatch:
         self.source, self.number, self.masses = source, number, source.masses
         self.batch, self.state, self.tape = batch, state, tape
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
-        # why the batch is one sample: its samples meet in the model or in the loss
-        self.whole: SamplesMeet | NoWeightedSum | None = None
+        self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample, if its samples meet
         gradients.require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(
