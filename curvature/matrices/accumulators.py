@@ -7,7 +7,7 @@ w_kn^T`` or an approximation of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
@@ -29,26 +29,16 @@ Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that wer
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of the vectors of one batch, sent back.
-
-    Attributes:
-        vectors: how many there are.
-        left, right: for every vector the terms of ``u_k = J^T left_k`` and of ``w_k = J^T right_k``; the same object
-            where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
-        weights: (N,), what each sample counts for, not yet divided by their sum.
-        first: whether this is the first chunk of its batch.
-        patches: unfolded activations by parameter, kept from one chunk of a batch to the next.
-        whole: why the batch counts as one sample, if it does: its samples meet.
-    """
+    """Some of the vectors of one batch, sent back; the matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``."""
 
     tape: Tape
-    vectors: int
-    left: Vectors
-    right: Vectors
-    weights: Tensor
-    first: bool
-    patches: dict[str, list[Tensor]] = field(default_factory=dict)
-    whole: ValueError | None = None
+    vectors: int  # how many there are
+    left: Vectors  # for every vector the terms of ``u_k = J^T left_k``
+    right: Vectors  # and of ``w_k = J^T right_k``; the same object where these are the same
+    weights: Tensor  # (N,), what each sample counts for, not yet divided by their sum
+    first: bool  # whether this is the first chunk of its batch
+    patches: dict[str, list[Tensor]]  # unfolded activations by parameter, kept from one chunk of a batch to the next
+    whole: ValueError | None  # why the batch counts as one sample, if it does: its samples meet
 
     def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
@@ -90,11 +80,7 @@ class Accumulator(Generic[Result]):
         raise NotImplementedError
 
     def add_(self, other: Any) -> None:
-        """Add the sum of other data, which is used up.
-
-        Raises:
-            ValueError: it cannot be added.
-        """
+        """Add the sum of other data, which is used up; ValueError where it cannot be added."""
         raise NotImplementedError
 
     def result(self, scale: float) -> Result:
@@ -146,11 +132,7 @@ class DiagonalAccumulator(Accumulator[Diagonal]):
         return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
 
     def by_name(self, scale: float) -> dict[str, Tensor]:
-        """The diagonal by parameter, in the memory of the sums.
-
-        Raises:
-            ValueError: an entry is not finite.
-        """
+        """The diagonal by parameter, in the memory of the sums; ValueError if an entry is not finite."""
         zeros = lambda name, shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.devices[name])
         found = {name: self.sums[name] if name in self.sums else zeros(name, shape) for name, shape in self.entries()}
         entries = list(found.values())
@@ -177,17 +159,17 @@ class DenseAccumulator(Accumulator[operators.Dense]):
         self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
 
     def add(self, chunk: Chunk) -> None:
+        def rows(vectors: Vectors, k: int) -> Tensor:
+            own = {name: vectors[name][k] for name in self.names if name in vectors}
+            return rows_of(self.space, own, len(chunk.weights))
+
         for k in range(chunk.vectors):
-            u = self._rows(chunk.left, k, len(chunk.weights))
-            w = u if chunk.right is chunk.left else self._rows(chunk.right, k, len(chunk.weights))
+            u = rows(chunk.left, k)
+            w = u if chunk.right is chunk.left else rows(chunk.right, k)
             self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
 
     def add_(self, other: Any) -> None:
         self.sum += other.sum
-
-    def _rows(self, vectors: Vectors, k: int, count: int) -> Tensor:
-        """Per-sample gradients (N, P) of one of the vectors."""
-        return rows_of(self.space, {name: vectors[name][k] for name in self.names if name in vectors}, count)
 
     def result(self, scale: float) -> operators.Dense:
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
@@ -210,7 +192,7 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         for reading, vectors in left.items():
             if chunk.first:
                 new.activations[reading] = new.scheme.activations(vectors[0])
-            part = _sent_back(new.scheme, vectors, None if same else right[reading], chunk.scales)
+            part = _moment_of_backprops(new.scheme, vectors, None if same else right[reading], chunk.scales)
             if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
                 part = (part + part.mT) / 2
             new.backprops[reading] = part
@@ -249,8 +231,8 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         return EigenAccumulator(self.total.scheme, block)
 
 
-def _sent_back(scheme: Scheme, left: Any, right: Any, scales: Tensor | None) -> Tensor:
-    """The moment of backprops; stacked vectors count as more samples of one, whose activations no moment needs."""
+def _moment_of_backprops(scheme: Scheme, left: Any, right: Any, scales: Tensor | None) -> Tensor:
+    """Stacked vectors count as more samples of one, whose activations no moment needs."""
     if isinstance(left, StackedTerms) and (right is None or isinstance(right, StackedTerms)):
         scales = None if scales is None else scales.repeat(len(left))
         left, right = ([[stack.term]] if stack is not None else None for stack in (left, right))
@@ -258,10 +240,10 @@ def _sent_back(scheme: Scheme, left: Any, right: Any, scales: Tensor | None) -> 
 
 
 def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether two bases are equal, to what processors differ by."""
-    if x is None or y is None or x.shape != y.shape:
-        return False
-    return bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
+    """Whether two bases are equal, to what processors differ by; None is the identity."""
+    if x is None or y is None:
+        return x is y
+    return x.shape == y.shape and bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
 
 
 class EigenAccumulator(Accumulator[EigenKronecker]):
@@ -280,7 +262,7 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
 
     def add_(self, other: Any) -> None:
         for ours, theirs in ((self.basis.rows, other.basis.rows), (self.basis.columns, other.basis.columns)):
-            if not (ours is theirs is None or _are_near(ours, theirs)):
+            if not _are_near(ours, theirs):
                 raise ValueError(
                     f"{self.names[0]}: its eigenvalues are in other bases; make all with ekfac(..., factors=K), K of "
                     "all data"
@@ -293,19 +275,13 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
 
 
 class LayersAccumulator(Accumulator[BlockDiagonal]):
-    """One accumulator for each layer, made when the first vectors arrive there; what gets none has a zero block.
-
-    Args:
-        space: of all layers.
-        make: makes an accumulator for the parameters of a layer, from the first chunk that has vectors for them.
-        alone: parameters that have a block of their own.
-    """
+    """One accumulator for each layer, made from the first chunk that has vectors for it; others have zero blocks."""
 
     def __init__(
-        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator[Any]], alone: Collection[str] = ()
+        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator[Any]], alone: Collection[str]
     ) -> None:
         super().__init__(space)
-        self.make, self.alone = make, alone
+        self.make, self.alone = make, alone  # which parameters have a block of their own
         self.parts: dict[tuple[str, ...], Accumulator[Any]] = {}
         self.waiting = list(space.names)
 
@@ -356,12 +332,7 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
 
 
 class RowRangeAccumulator(Accumulator[RowBlocks]):
-    """One accumulator for each range of rows of a weight and its bias that is read apart.
-
-    Args:
-        space: of the parameters.
-        parts: accumulators by range; the ranges cover all rows, in order.
-    """
+    """One accumulator for each range of rows of a weight and its bias that is read apart; they cover all, in order."""
 
     def __init__(self, space: Space, parts: Mapping[Range, Accumulator[Any]]) -> None:
         super().__init__(space)

@@ -24,7 +24,7 @@ from curvature.matrices.accumulators import (
 from curvature.matrices.passes import DataSource, RecordedBatch, require_terms
 from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import Progress, StoredSums
-from curvature.operators import Space, require_held_size
+from curvature.operators import DENSE_LIMIT, Space
 from curvature.recording import is_within
 from curvature.terms import Term, name_of_rows, row_ranges
 
@@ -69,18 +69,10 @@ def summed(
     inject: Injection,
     seed: int,
     accumulator: Sums,
-    chunks: Chunks = RecordedBatch.chunks,
+    chunks: Chunks = RecordedBatch.chunks,  # sends back the injection's vectors, or others with the same result
     store: StoredSums | None = None,
 ) -> tuple[Sums, float]:
-    """An accumulator after one pass over the data, and what to multiply its sums with.
-
-    `chunks` sends back the vectors of the injection, or others with the same accumulated result; with `store` the pass
-    goes on with the sums in a file.
-
-    Raises:
-        TypeError: `inject` is no injection.
-        ValueError: no term of a mean loss counts.
-    """
+    """An accumulator after one pass over the data, perhaps from stored sums on, and what to multiply its sums with."""
     require_injection(inject)
     devices = accumulator.space.devices.values()
     progress = Progress(accumulator, torch.Generator(accumulator.space.device).manual_seed(seed))
@@ -107,11 +99,7 @@ def summed(
 def by_layers(
     space: Space, default: Structure, sharing: str, structure: Mapping[str, Structure] | None
 ) -> LayersAccumulator:
-    """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen.
-
-    Raises:
-        ValueError: a structure is unknown, or a key names no layer.
-    """
+    """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen."""
     chosen: dict[str, Any] = dict(structure or {})
     for key, own in chosen.items():
         if own not in STRUCTURES:
@@ -129,33 +117,37 @@ def by_layers(
 
 
 def _of_layer(space: Space, chunk: Chunk, structure: Structure, sharing: str, is_chosen: bool) -> Accumulator[Any]:
-    names = space.names
     if structure == "diagonal":
         return DiagonalAccumulator(space)
     if structure == "dense":
         if not is_chosen:
-            require_held_size(names, "the exact block", space.size, space.dtype, ("diagonal", "kronecker", "dense"))
+            _require_held_size(space, "the exact block", space.size, "dense")
         return DenseAccumulator(space)
-    found = chunk.of(names[0])
+    found = chunk.of(space.names[0])
     factored = None if found is None else _factored(space, found[0][0], sharing)
     if factored is None and is_chosen:
         raise ValueError(
-            f"structure: {names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
+            f"structure: {space.names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
             'layer\'s affine map); choose "dense" or "diagonal"'
         )
     if isinstance(factored, KroneckerAccumulator) and not is_chosen:
-        _require_held_sides(factored)
+        scheme = factored.total.scheme
+        for what, rows, kind in zip(("outputs", "inputs"), scheme.arrangement.sides[1:], scheme.kinds, strict=True):
+            if not kind.is_diagonal:
+                _require_held_size(space, f"the factor of its {what}", rows, "kronecker")
     return _exact(space) if factored is None else factored
 
 
-def _require_held_sides(factored: KroneckerAccumulator) -> None:
-    scheme = factored.total.scheme
-    _, *widths = scheme.arrangement.sides
-    for what, rows, kind in zip(("outputs", "inputs"), widths, scheme.kinds, strict=True):
-        if not kind.is_diagonal:
-            require_held_size(
-                factored.names, f"the factor of its {what}", rows, scheme.dtype, ("diagonal", "kronecker")
-            )
+def _require_held_size(space: Space, what: str, rows: int, structure: Structure) -> None:
+    """Refuse more than `DENSE_LIMIT` rows, unless this structure is chosen."""
+    if rows > DENSE_LIMIT:
+        layer = space.names[0].rpartition(".")[0] or space.names[0]
+        gigabytes = rows**2 * space.dtype.itemsize / 1e9
+        other = " or 'kronecker'" if structure == "dense" else ""
+        raise ValueError(
+            f"{layer}: {what} would have {rows} x {rows} entries ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT} "
+            f"rows; choose structure={{{layer!r}: 'diagonal'}}{other}, or {structure!r} to build it all the same"
+        )
 
 
 def _exact(space: Space) -> Accumulator[Any]:

@@ -147,7 +147,7 @@ def fisher(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     require_injection(inject)
-    return ThroughOutputs.operator(source, inject, seed_of(generator))
+    return ThroughOutputs(Repeated(source, inject), inject, seed_of(generator), source.space).operator()
 
 
 @either_form
@@ -212,7 +212,8 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    return ThroughGradient.operator(DataSource(model, loss, data, sample_dim, progress, parameters))
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    return ThroughGradient(Repeated(source), source.space).operator()
 
 
 @either_form
@@ -284,9 +285,8 @@ def ekfac(
     Without `factors` it takes two passes over the data. Other arguments, units and errors are those of `kfac`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    space, seed = source.space, seed_of(generator)
-    passes = Repeated(source, inject)
-    sums = by_layers(space, "kronecker", sharing, structure)
+    passes, seed = Repeated(source, inject), seed_of(generator)
+    sums = by_layers(source.space, "kronecker", sharing, structure)
     if factors is None:
         first = None if store is None else f"{os.fspath(store)}.factors"
         file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from curvature.gradients import Batch, differences, over_samples, tried_by_vmap
 from curvature.linalg import full_precision
 from curvature.matrices.passes import DataSource, RecordedBatch, zeros
 from curvature.recording import preserve_state
-from curvature.terms import contractions, gradients
+from curvature.terms import Term, contractions, gradients
 
 
 def per_sample_jacobians(
@@ -29,11 +29,11 @@ def per_sample_jacobians(
 ) -> dict[str, Tensor]:
     """Derivatives of every entry of each sample's output with respect to every parameter.
 
+    Parameters and sample_dim are as for `per_sample_gradients`.
+
     Args:
         model: any module with one tensor as output; its parameters that do not require a gradient are left out.
-        x: a tensor, a tuple of positional or a dict of keyword arguments, as for `per_sample_gradients`.
-        parameters: as for `per_sample_gradients`.
-        sample_dim: as for `per_sample_gradients`. A batch may be empty.
+        x: a tensor, a tuple of positional or a dict of keyword arguments. A batch may be empty.
         create_graph: whether the result can be differentiated, in inputs that require a gradient and in the parameters.
             It is compared with the one without a graph, so both are computed.
 
@@ -117,22 +117,23 @@ def changes_by_rows(run: RecordedBatch, directions: Mapping[str, Tensor]) -> Ten
     count, axis = run.batch.count, run.batch.dims[1]
     columns = len(next(iter(directions.values())))
     found = torch.zeros(columns, count, run.output.numel() // count, dtype=run.dtype, device=run.output.device)
-    for start, vectors in _unit_vectors(run):
-        for name, of_vectors in run.terms(vectors).items():
-            for row, parts in enumerate(of_vectors, start):
-                for change, direction in zip(found, directions[name].to(run.dtype), strict=True):
-                    change[:, row] += contractions.inner_products(parts, direction).to(found.device)
+    for entry, name, terms in _terms_of_entries(run):
+        for change, direction in zip(found, directions[name].to(run.dtype), strict=True):
+            change[:, entry] += contractions.inner_products(terms, direction).to(found.device)
     return found.reshape(columns, *run.output.movedim(axis, 0).shape).movedim(1, axis + 1).to(run.output.dtype)
 
 
-def _unit_vectors(run: RecordedBatch) -> Iterator[tuple[int, Tensor]]:
-    """Vectors (k, *output.shape), each one at the same entry of every sample; and the number of the first entry."""
+def _terms_of_entries(run: RecordedBatch) -> Iterator[tuple[int, str, Sequence[Term]]]:
+    """The terms of each parameter by a vector that is one at the same entry of every sample's output, else zero."""
     count, axis = run.batch.count, run.batch.dims[1]
     shape = run.output.movedim(axis, 0).shape
     eye = torch.eye(run.output.numel() // count, dtype=run.output.dtype, device=run.output.device)
     for start in range(0, len(eye), run.cached_size):
         part = eye[start : start + run.cached_size]
-        yield start, part[:, None].expand(-1, count, -1).reshape(-1, *shape).movedim(1, axis + 1)
+        vectors = part[:, None].expand(-1, count, -1).reshape(-1, *shape).movedim(1, axis + 1)
+        for name, of_vectors in run.terms(vectors).items():
+            for entry, terms in enumerate(of_vectors, start):
+                yield entry, name, terms
 
 
 def _rows(run: RecordedBatch) -> dict[str, Tensor]:
@@ -143,8 +144,6 @@ def _rows(run: RecordedBatch) -> dict[str, Tensor]:
         name: torch.zeros(count, size, *p.shape, dtype=run.dtype, device=p.device)
         for name, p in run.batch.parameters.items()
     }
-    for start, vectors in _unit_vectors(run):
-        for name, of_vectors in run.terms(vectors).items():
-            for row, parts in enumerate(of_vectors, start):
-                found[name][:, row] = gradients(parts)
+    for entry, name, terms in _terms_of_entries(run):
+        found[name][:, entry] = gradients(terms)
     return {name: rows.unflatten(1, shape) if shape else rows[:, 0] for name, rows in found.items()}

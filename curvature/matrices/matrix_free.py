@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvature.gradients import Jacobian
 from curvature.losses import Injection, is_torch_loss, resolve
-from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
+from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
-from curvature.matrices.passes import DataSource
-from curvature.matrices.products import (
-    Repeated,
-    coarsest,
-    require_symmetric,
-    through_complete_gradient,
-    through_gradient,
-    through_outputs,
-)
-from curvature.matrices.sample_rows import in_sample_space
+from curvature.matrices.passes import RecordedBatch
+from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
-from curvature.operators import MatrixFree, Operator, Space
+from curvature.operators import MatrixFree, Operator, SampleSpace, Space
 from curvature.recording import in_turn
+from curvature.terms import DenseGradients, Term, promote
 
 
 def kept(operator: MatrixFree) -> AbstractContextManager[None]:
@@ -62,6 +57,31 @@ def kept(operator: MatrixFree) -> AbstractContextManager[None]:
     return passes.keeping()
 
 
+class NotFewRows(Exception):
+    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
+
+
+class RowAccumulator(Accumulator[SampleSpace]):
+    """The rows of all chunks, whose vectors hold the roots of their weights."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.parts: list[tuple[int, dict[str, list[Term]]]] = []
+
+    def add(self, chunk: Chunk) -> None:
+        count, dtype, devices = len(chunk.weights), self.space.dtype, self.space.devices
+        for k in range(chunk.vectors):
+            zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
+            none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
+            terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
+            self.parts.append((count, {name: [promote(t, dtype) for t in own] for name, own in terms.items()}))
+
+    def result(self, scale: float) -> SampleSpace:
+        zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
+        shapes = dict(self.entries())
+        return SampleSpace(self.space, Jacobian(self.parts, shapes, zero).stacked(), scale)
+
+
 @dataclass
 class ThroughOutputs:
     """``sum_n J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
@@ -71,17 +91,9 @@ class ThroughOutputs:
     seed: int
     space: Space
 
-    @classmethod
-    def operator(cls, source: DataSource, inject: Injection, seed: int) -> MatrixFree:
-        own = cls(Repeated(source, inject), inject, seed, source.space)
-        return MatrixFree(
-            own.space,
-            own.product,
-            diagonal=own.diagonal,
-            dense=own.dense,
-            in_sample_space=own.in_sample_space,
-            passes=own.passes,
-        )
+    def operator(self) -> MatrixFree:
+        known: Any = {"diagonal": self.diagonal, "dense": self.dense, "in_sample_space": self.in_sample_space}
+        return MatrixFree(self.space, self.product, **known, passes=self.passes)
 
     def product(self, matrix: Tensor) -> Tensor:
         drawn = torch.Generator(self.space.device).manual_seed(self.seed)
@@ -89,16 +101,38 @@ class ThroughOutputs:
         return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
-        return collected(
-            self.passes, self.inject, self.seed, DiagonalAccumulator(self.space), diagonal_chunks
-        ).diagonal()
+        sums = DiagonalAccumulator(self.space)
+        return collected(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
         return collected(self.passes, self.inject, self.seed, DenseAccumulator(self.space)).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
-        return in_sample_space(self.passes, self.inject, self.seed, self.space, limit)
+        """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
+        found = 0
+
+        def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+            nonlocal found
+            dims, count = run.batch.dims, run.batch.count
+            output, loss, target = run.samples_first()
+            found += inject.number(output, count) * count
+            if found > limit:
+                raise NotFewRows
+            weights = run.weights(inject)
+            roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
+            sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
+            for number, (left, right) in enumerate(sent):
+                if right is not None:
+                    raise NotFewRows
+                for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
+                    terms = run.terms(part)
+                    yield run.chunk(len(part), terms, terms, weights, number == k == 0)
+
+        try:
+            return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
+        except NotFewRows:
+            return None
 
 
 @dataclass
@@ -107,34 +141,27 @@ class ThroughGradient:
 
     passes: Repeated
     space: Space
-    checked: list[bool] = field(default_factory=list)
+    is_checked: bool = False
 
-    @classmethod
-    def operator(cls, source: DataSource) -> MatrixFree:
-        own = cls(Repeated(source), source.space)
-        return MatrixFree(own.space, own.product, passes=own.passes)
+    def operator(self) -> MatrixFree:
+        return MatrixFree(self.space, self.product, passes=self.passes)
 
     def product(self, matrix: Tensor) -> Tensor:
-        if not self.checked:
+        if not self.is_checked:
             self._require_symmetric()
-            self.checked.append(True)
+            self.is_checked = True
         return self.passes.times(through_gradient, matrix)
 
     def _require_symmetric(self) -> None:
         source = self.passes.source
-
-        def check(passes: Repeated) -> None:
-            product = partial(passes.times, through_complete_gradient)
-            require_symmetric(self.space, product, coarsest(source.model))
-
         try:
-            check(self.passes)
+            require_symmetric(self.space, self.passes)
         except RuntimeError as error:
             if source.loss is None or not is_torch_loss(resolve(source.loss)):
                 raise
             # at its minimum the Hessian of a loss is rounding: that of other values tells whether torch has it right
             try:
-                check(Repeated(replace(source, loss=_waves)))
+                require_symmetric(self.space, Repeated(replace(source, loss=_waves)))
             except (TypeError, ValueError):  # the output is more than one tensor
                 raise error from None
 

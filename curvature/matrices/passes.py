@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,6 @@ RANDOM = (
     "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
     "for that of the model as it predicts"
 )
-Recorded = tuple[Tape, Any]  # tape and output
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
@@ -67,26 +66,17 @@ class DataSource:
         return Space.of(recording.trained_parameters(self.model, self.parameters))
 
     def batch(self, x: Any, y: Any) -> Batch:
-        """A batch of the data, checked."""
-        return Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
+        """A batch of the data, checked; where there is no loss, another stands in that is never evaluated."""
+        return Batch.of(self.model, self.loss or nn.MSELoss(), x, y, self.sample_dim, self.parameters)
 
     @in_turn()
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        forward: Callable[[Batch], Recorded] = lambda batch: gradients.record(batch)[:2],
-        wanted: Callable[[int], bool] = lambda number: True,
+        wanted: Callable[[int], bool] | None = None,  # whether the batch of this number is to be visited
+        mode: Callable[[], AbstractContextManager[Any]] = nullcontext,  # of the forward passes
     ) -> None:
-        """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
-
-        Args:
-            forward: records a forward pass.
-            wanted: whether the batch of this number is to be visited.
-
-        Raises:
-            ValueError: there is no sample.
-            TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
-        """
+        """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved."""
         seen, number = False, -1
         random = RandomState(self.model.modules())  # a DataLoader draws from it
         try:
@@ -94,13 +84,16 @@ class DataSource:
             if self.progress:
                 batches = tqdm(batches, total=gradients.number_of_batches(self.data), unit="batch", leave=False)
             for number, (x, y) in enumerate(batches):
-                if not wanted(number):
+                if wanted is not None and not wanted(number):
                     continue
                 batch = self.batch(x, y)
                 if not batch.count:
                     continue
                 with self.surroundings() as state:
-                    run = RecordedBatch(batch, self.loss, state, _in_blocks(forward, batch), self.masses, number)
+                    with AttentionInBlocks(), mode():  # for this alone: they slow every other function down
+                        tape, output, _ = gradients.record(batch)
+                    run = RecordedBatch(self, number, batch, state, tape, output)
+                    del tape, output  # `run` alone holds them
                     visit(run)
                     if run.random:
                         recording.warn_once(RANDOM)
@@ -131,26 +124,16 @@ def require_terms(mass: float) -> None:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
 
 
-def _in_blocks(forward: Callable[[Batch], Recorded], batch: Batch) -> Recorded:
-    """The mode is for the forward pass alone: it slows every other function down, and `run` alone holds the result."""
-    with AttentionInBlocks():
-        return forward(batch)
-
-
 class RecordedBatch:
-    """The recorded forward pass of one batch; sends vectors back from its output.
-
-    Where samples meet in the model or in the loss, there is one sample, the batch (`whole`).
-    """
+    """The recorded forward pass of one batch; sends vectors back from its output."""
 
     def __init__(
-        self, batch: Batch, loss: Loss | None, state: ModelState, recorded: Recorded, masses: SampleMasses, number: int
+        self, source: DataSource, number: int, batch: Batch, state: ModelState, tape: Tape, output: Any
     ) -> None:
-        tape, output = recorded
-        self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
+        self.source, self.number, self.masses = source, number, source.masses
+        self.batch, self.state, self.tape = batch, state, tape
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
-        self.masses, self.number = masses, number
-        self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
+        self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample, if its samples meet
         gradients.require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -163,11 +146,7 @@ class RecordedBatch:
 
     @cached_property
     def plan(self) -> Plan:
-        """How the parameters are explained: known, or learnt now from a random vector.
-
-        Not from the loss, which may be flat somewhere and then leaves doubts.
-        """
-
+        """How parameters are explained: known, or learnt from a random vector, as the loss may be flat somewhere."""
         plan = gradients.kept_plan(self.batch.model, self.batch.key, self.tape)
         if plan is not None:
             return plan
@@ -180,20 +159,10 @@ class RecordedBatch:
             probed = self.batch.probe(self.output)
             reference = gradients.single_sample_reference(probed, self.one_pass)
             losses = probed.losses(self.output)
-            plan, _ = gradients.learn(self.batch.model, self.batch.key, self.tape, losses, reference)
-            return plan
+            return gradients.learn(self.batch.model, self.batch.key, self.tape, losses, reference)[0]
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
-        """This batch, or the same as one sample where its samples meet.
-
-        Args:
-            by_rows: whether rows ``v^T J`` of samples are needed; a product with the Hessian of the loss of the samples
-                is right in any case.
-
-        Raises:
-            NoWeightedSum, SamplesMeet: the matrix is defined by samples, and there are none.
-            ValueError: it is one of the samples' gradients, which do not all go through the output.
-        """
+        """This batch, or the same as one sample where samples meet, if rows ``v^T J`` of samples are needed."""
         if not inject.weighs_samples:
             require_none(self.batch, self.output)
         try:
@@ -214,7 +183,7 @@ class RecordedBatch:
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(batch, self.loss, self.state, (self.tape, self.output), self.masses, self.number)
+        found = RecordedBatch(self.source, self.number, batch, self.state, self.tape, self.output)
         found.whole, found._masses = why, mass
         found.random, found.one_pass = self.random, self.one_pass
         return found
@@ -246,8 +215,7 @@ class RecordedBatch:
 
     @cached_property
     def _masses(self) -> Tensor:
-        batch = self.batch
-        output = self.output.detach()
+        batch, output = self.batch, self.output.detach()
         try:
             return self.masses.of(self.number, output, batch.y, batch.count, *batch.dims[1:])
         except AttributeError:  # of a loss that reads more than logits, which this explains
@@ -281,11 +249,7 @@ class RecordedBatch:
         return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> Vectors:
-        """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero.
-
-        Raises:
-            SamplesMeet: samples meet, and the batch is not taken as one.
-        """
+        """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero."""
         self.require_apart()
         plan, parts = self.plan, [self._backprops(part) for part in vectors.split(self.pass_size)]
         together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
@@ -323,24 +287,20 @@ class RecordedBatch:
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""
-        batch = self.batch
-        output, loss, target = self.samples_first()
-        weights = self.weights(inject)
+        count, axis = self.batch.count, self.batch.dims[1] + 1
+        weights, first = self.weights(inject), True
         _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
-        sent = inject.pairs(output, loss, target, count=batch.count, size=self.chunk_size, generator=generator)
-        size, first = self.cached_size, True
-        for pair in sent:
-            left, right = (None if v is None else v.movedim(1, batch.dims[1] + 1).split(size) for v in pair)
-            assert left is not None
-            for number, part in enumerate(left):
-                lefts = self.terms(part)
-                rights = lefts if right is None else self.terms(right[number])
-                yield self.chunk(len(part), lefts, rights, weights, first)
+        options: Any = {"count": count, "size": self.chunk_size, "generator": generator}
+        for left, right in inject.pairs(*self.samples_first(), **options):
+            rights = None if right is None else right.movedim(1, axis).split(self.cached_size)
+            for number, part in enumerate(left.movedim(1, axis).split(self.cached_size)):
+                terms = self.terms(part)
+                yield self.chunk(len(part), terms, self.terms(rights[number]) if rights else terms, weights, first)
                 first = False
 
     def samples_first(self) -> tuple[Tensor, Loss | None, Any]:
         """Output, detached, loss and target with the samples along dim 0 of both tensors."""
-        loss, dims = self.loss, self.batch.dims
+        loss, dims = self.source.loss, self.batch.dims
         output = self.output.detach().movedim(dims[1], 0)
         target = recording.map_tensors(lambda t: t.movedim(dims[2], 0), self.batch.y)
         if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
@@ -369,8 +329,3 @@ def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The backprops (k, *shape) of all vectors, where to copy them costs less than to call a rule for each vector."""
     found = [b for b in parts if b is not None]
     return torch.cat(found) if found and found[0].numel() <= COPIED_ELEMENTS else None
-
-
-def _half_square(output: Tensor, target: Any) -> Tensor:
-    """Stands in where there is no loss; never evaluated."""
-    return output.square().sum() / 2

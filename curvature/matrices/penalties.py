@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +24,22 @@ BATCHES = (
 
 def require_none(batch: Batch, output: Tensor) -> None:
     """Raise ValueError if the gradients of the samples do not all go through the output."""
-    read, value = _read_by_loss(batch, output, batch.y)
+    read, value = _read_by_loss(batch, output)
     if read and any(bool(g.any()) for g in _gradients(value, list(read.values()))):
         raise ValueError(ROWS.format(name_of(batch.loss), ", ".join(read)))
 
 
 def without_penalty(batch: Batch, output: Tensor) -> Tensor:
-    """The loss of a batch of a sum over several, less what it adds to each batch, and not to each sample.
-
-    Raises:
-        ValueError: that cannot be told.
-    """
+    """The loss of a batch of a sum over several, less what it adds to each batch, and not to each sample."""
     value = batch.loss_of(output)
-    read, own = _read_by_loss(batch, output, batch.y)
+    read, own = _read_by_loss(batch, output)
     if not read:
         return value
     _, dim, target_dim = batch.dims
-    twice = lambda t, along: torch.cat([t, t], along)
-    both = map_tensors(lambda t: twice(t, target_dim), batch.y)
+    both = replace(batch, y=map_tensors(lambda t: torch.cat([t, t], target_dim), batch.y))
     unknown = ValueError(BATCHES.format(name_of(batch.loss), ", ".join(read)))
     try:
-        _, of_both = _read_by_loss(batch, twice(output, dim), both)
+        _, of_both = _read_by_loss(both, torch.cat([output, output], dim))
     except Exception as error:  # whatever a loss raises that takes no other number of samples
         raise unknown from error
     once, again = (_derivatives(x, list(read.values())) for x in (own, of_both))
@@ -56,12 +50,12 @@ def without_penalty(batch: Batch, output: Tensor) -> Tensor:
     return value - own
 
 
-def _read_by_loss(batch: Batch, output: Tensor, target: Any) -> tuple[dict[str, nn.Parameter], Tensor]:
+def _read_by_loss(batch: Batch, output: Tensor) -> tuple[dict[str, nn.Parameter], Tensor]:
     """The parameters that the loss reads by itself, and the loss as a function of these alone."""
     if is_torch_loss(batch.loss):
         return {}, output.new_zeros(())
     with torch.enable_grad():
-        value = replace(batch, y=target).loss_of(output.detach().clone())
+        value = batch.loss_of(output.detach().clone())
     reached = set(map(id, graph_leaves(value))) if value.requires_grad else set()
     return {name: p for name, p in batch.parameters.items() if id(p) in reached}, value
 

@@ -18,41 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from curvature.functional import TwiceDifferentiable, own_functions
-from curvature.gradients import (
-    Batch,
-    are_adjoint,
-    batched_vjp,
-    changes_by_backward_passes,
-    number_of_batches,
-    record,
-)
+from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import cat, contradicts_differences, full_precision, matmul, stack, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.jacobians import changes_by_rows
-from curvature.matrices.linearised import Ways, random_directions
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, Recorded, RecordedBatch, require_terms
+from curvature.matrices.linearised import Proved, random_directions, right_way
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, require_terms
 from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, moved, tensors_in
 
 log = logging.getLogger("curvature")
-Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
-
-
-@dataclass
-class BatchProduct:
-    """The product with the matrix of one batch, by its graph.
-
-    Attributes:
-        put: makes it: ``put(columns, out, add)``.
-        weight: what the batch counts for in a mean.
-    """
-
-    put: Put
-    weight: float
-
-
+# With the matrix of one batch, by its graph; for how many columns at once; what the batch counts for in a mean.
+BatchProduct = tuple[Put, int, float]
 Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, and whether it is the only one
 
 
@@ -63,12 +42,11 @@ class Repeated:
     source: DataSource
     inject: Injection | None = None
     seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
-    ways: Ways = field(default_factory=Ways)
+    proved: Proved = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = self._state()
-        self.keeps = False  # whether products are kept from one call of `times` to the next
-        self.kept: list[BatchProduct] = []  # of all batches
+        self.kept: list[BatchProduct] | None = None  # of all batches, once there are; None: `times` keeps nothing
         self.kept_for: dict[str, Any] = {}
         self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
         self.is_single = number_of_batches(self.source.data) == 1
@@ -94,20 +72,8 @@ class Repeated:
         return versions, tuple(m.training for m in model.modules())
 
     @in_turn()
-    def each(
-        self,
-        visit: Callable[[RecordedBatch], None],
-        wanted: Callable[[int], bool] | None = None,
-    ) -> None:
-        """`DataSource.each` with checks.
-
-        Args:
-            wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
-
-        Raises:
-            RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
-            ValueError: the data are not those of the first time, or the forward pass draws random numbers.
-        """
+    def each(self, visit: Callable[[RecordedBatch], None], wanted: Callable[[int], bool] | None = None) -> None:
+        """`DataSource.each` with checks; a pass over some of the batches is not compared with the first one."""
         self._require_same_model()
         seen: list[float] = []
 
@@ -121,8 +87,7 @@ class Repeated:
             visit(run)
 
         try:
-            some = {} if wanted is None else {"wanted": wanted}
-            self.source.each(checked, _record, **some)
+            self.source.each(checked, wanted, TwiceDifferentiable)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         if wanted is not None:
@@ -143,30 +108,28 @@ class Repeated:
 
     @in_turn()
     def times(self, prepare: Prepare, matrix: Tensor) -> Tensor:
-        """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
-
-        Args:
-            prepare: returns, for a batch, its product.
-        """
+        """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight."""
         columns = matrix.T.contiguous()
         total = torch.empty_like(columns)
         weights: list[float] = []
         made: list[BatchProduct] = []
 
-        def add(product: BatchProduct) -> None:
-            product.put(columns, total, bool(weights))
-            weights.append(product.weight)
+        def add(put: Put, step: int, weight: float) -> None:
+            for some, out in zip(columns.split(step), total.split(step), strict=True):
+                put(some, out, bool(weights))
+            weights.append(weight)
 
         def visit(run: RecordedBatch) -> None:
-            add(product := prepare(run, self.is_single))
-            if self.keeps and not run.one_pass:
+            product = prepare(run, self.is_single)
+            add(*product)
+            if self.kept is not None and not run.one_pass:
                 made.append(product)
 
         if self.kept:
             self._require_unchanged()
             with self.source.surroundings():
                 for product in self.kept:
-                    add(product)
+                    add(*product)
         else:
             self.each(visit)
             if len(made) == len(weights):
@@ -179,14 +142,14 @@ class Repeated:
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Inside, the products of the batches are kept with their graphs; the outermost block frees them."""
-        if self.keeps:
+        if self.kept is not None:
             yield
             return
-        self.keeps = True
+        self.kept = []
         try:
             yield
         finally:
-            self.keeps, self.kept, self.kept_for = False, [], {}
+            self.kept = None
 
     def keeping_one_batch(self) -> AbstractContextManager[None]:
         """The same for data in one batch: the first product at a shape, which is checked, takes as much memory."""
@@ -216,11 +179,6 @@ class Repeated:
                 )
 
 
-def _record(batch: Batch) -> Recorded:
-    with TwiceDifferentiable():
-        return record(batch)[:2]
-
-
 def _seen_of(t: Tensor) -> tuple[int, int | None, int | None]:
     """Which tensor it is, where it is, and how often autograd has seen it change."""
     has_place = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
@@ -244,30 +202,18 @@ def through_outputs(
     at_once = _columns_at_once(run)
     changes_along, step = _changes(run, parameters, passes, inject)
 
-    def product(part: Tensor) -> Tensor | None:
-        changes = changes_along(part)
-        return None if changes is None else multiply()(changes.movedim(dims[1] + 1, 1))
-
     def put(part: Tensor, out: Tensor, add: bool) -> None:
-        products = product(part)
-        if products is None:
+        changes = changes_along(part)
+        if changes is None:
             return _put([None] * len(parameters), parameters, out, add)
+        products = multiply()(changes.movedim(dims[1] + 1, 1))
+        del changes
         sent = (products * rows).movedim(1, dims[1] + 1)
         del products
         for some, where in zip(sent.split(at_once), out.split(at_once), strict=True):
             _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
-    return BatchProduct(_in_steps(put, step), float(weight))
-
-
-def _in_steps(put: Put, step: int) -> Put:
-    """Make the product with `step` columns at a time."""
-
-    def each(columns: Tensor, out: Tensor, add: bool) -> None:
-        for part, rows in zip(columns.split(step), out.split(step), strict=True):
-            put(part, rows, add)
-
-    return each
+    return put, step, float(weight)
 
 
 def _columns_at_once(run: RecordedBatch) -> int:
@@ -288,7 +234,7 @@ def _changes(
 ) -> tuple[Callable[[Tensor], Tensor | None], int]:
     """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; and for how many at once."""
     named = lambda part: dict(zip(run.batch.parameters, _split(part, parameters), strict=True))
-    way = passes.ways.find(run.batch, run.tape, run.output)
+    way = right_way(run.batch, run.tape, run.output, passes.proved)
     if way is None:
         rows = run.as_seen_by(inject)
         return (lambda part: changes_by_rows(rows, named(part))), run.pass_size
@@ -311,7 +257,7 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
         _put(products, parameters, out, add)
 
-    return BatchProduct(_in_steps(put, _through_backward(run)), weight)
+    return put, _through_backward(run), weight
 
 
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
@@ -370,20 +316,17 @@ def _contradicts_differences(given: Batch) -> bool:
         return False
 
 
-def coarsest(model: nn.Module) -> float:
-    """The relative rounding error of the least precise dtype among the parameters and autocast."""
-    kinds = {p.dtype for p in model.parameters()}
-    devices = {p.device.type for p in model.parameters()}
-    kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
-    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
-
-
 @full_precision()
-def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
-    """Refuse a product that is not symmetric, up to this relative rounding: torch has some second derivatives wrong."""
+def require_symmetric(space: Space, passes: Repeated) -> None:
+    """Refuse a Hessian that is not symmetric, up to rounding in the least precise dtype: torch has some wrong."""
+    parameters = list(passes.source.model.parameters())
+    kinds = {p.dtype for p in parameters if p.is_floating_point()}
+    devices = {p.device.type for p in parameters}
+    kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+    rounding = max(torch.finfo(kind).eps for kind in kinds)
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
-    found = matmul(probes.T, matmat(probes))
+    found = matmul(probes.T, passes.times(through_complete_gradient, probes))
     if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
         raise RuntimeError(
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "

@@ -35,32 +35,20 @@ KINDS: dict[str, Any] = {
 
 @dataclass
 class Progress:
-    """What a pass over data has added up.
-
-    Attributes:
-        generator: of the numbers that the vectors are drawn with.
-        total: what the samples count for together.
-        batches: how many are in the sums.
-        is_sum: whether the loss is a sum over samples, not a mean.
-    """
+    """What a pass over data has added up."""
 
     accumulator: Accumulator[Any]
-    generator: torch.Generator
-    total: float = 0.0
-    batches: int = 0
-    is_sum: bool = False
+    generator: torch.Generator  # of the numbers that the vectors are drawn with
+    total: float = 0.0  # what the samples count for together
+    batches: int = 0  # how many are in the sums
+    is_sum: bool = False  # whether the loss is a sum over samples, not a mean
 
 
 class StoredSums:
-    """The file of a pass.
+    """The file of a pass, which goes on with it if it exists."""
 
-    Args:
-        path: of the file. If it exists, the pass goes on with it.
-        about: what the sums are of: plain numbers, strings, and dicts of them.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
-        self.path, self.about = Path(path), dict(about)
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
+        self.path, self.about = Path(path), about  # what the sums are of: plain numbers, strings, and dicts of them
         self.written, self.seconds = time.monotonic(), 0.0
 
     def fill(self, progress: Progress, add: Callable[[Any], None], each: Callable[..., None]) -> None:
@@ -100,11 +88,10 @@ class StoredSums:
 
     def _write(self, progress: Progress, before: Tensor, first: Any) -> None:
         start = time.monotonic()
-        numbers = {"batches": progress.batches, "total": progress.total, "before": before, "first": first}
-        numbers["is_sum"] = progress.is_sum
-        draws = progress.generator.get_state()
+        numbers = {"batches": progress.batches, "total": progress.total, "is_sum": progress.is_sum, "first": first}
+        states = {"before": before, "draws": progress.generator.get_state()}
         part = self.path.with_name(self.path.name + ".part")
-        torch.save({"about": self.about, "sums": _packed(progress.accumulator), "draws": draws, **numbers}, part)
+        torch.save({"about": self.about, "sums": _packed(progress.accumulator), **states, **numbers}, part)
         os.replace(part, self.path)
         self.written = time.monotonic()
         self.seconds = self.written - start
@@ -136,15 +123,14 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
     for path in listed[1:]:
         part = _read(path, device)
         require_same(path, part["about"], whole["about"], "batches")
+        apart = f"{path} and {listed[0]} do not go together"
         try:
             whole["sums"].add_(part["sums"])
         except ValueError as error:
-            raise ValueError(f"{path} and {listed[0]} do not go together: {error}") from error
+            raise ValueError(f"{apart}: {error}") from error
         whole["total"] += part["total"]
         if part["is_sum"] != whole["is_sum"]:
-            raise ValueError(
-                f"{path} and {listed[0]} do not go together: the loss of one is a sum, of the other a mean"
-            )
+            raise ValueError(f"{apart}: the loss of one is a sum, of the other a mean")
     return whole["sums"].result(1.0 if whole["is_sum"] else 1 / whole["total"])
 
 

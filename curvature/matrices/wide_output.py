@@ -28,23 +28,21 @@ MIN_WIDTH_RATIO = 2  # the outputs of the last layer are at least this many time
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The last layer.
+    """The linear layer that ends the model."""
 
-    Attributes:
-        names: of its weight and bias, which nothing else reads.
-        weight: W, (o, d).
-        index: (n, t, o), the positions of its outputs in the flat output of the model.
-        shape: of the model's output.
-    """
-
-    names: frozenset[str]
-    weight: Tensor
-    index: Tensor
-    shape: torch.Size
+    names: frozenset[str]  # of its weight and bias, which nothing else reads
+    weight: Tensor  # W, (o, d)
+    index: Tensor  # (n, t, o), the positions of its outputs in the flat output of the model
+    shape: torch.Size  # of the model's output
 
     @property
     def places(self) -> int:
         return self.index.shape[1]
+
+    def probe(self) -> Tensor:
+        """Normal numbers (n, t, o), the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(self.index.shape, generator=generator, dtype=torch.float64, device="cpu")
 
     def to_output(self, z: Tensor) -> Tensor:
         """(k, n, t, o) to (k, *output.shape)."""
@@ -89,20 +87,17 @@ def _vectors(
     """Vectors (k, n, t, o), with the names of the parameters whose diagonal they give."""
     step = run.cached_size
     own = diagonal.clamp(min=0).sqrt()
-    for start in range(0, head.places, step):
-        yield _at_places(own, torch.arange(start, min(start + step, head.places), device=own.device)), head.names
+    for places in torch.arange(head.places, device=own.device).split(step):
+        yield _at_places(own[:, places].movedim(1, 0), places, head), head.names
     rest = frozenset(run.batch.parameters) - head.names
     if not rest:
         return
     W = head.weight.to(own.dtype)
     root = _root(W, product, head, step)
     inputs = W.shape[1]
-    for start in range(0, head.places * inputs, step):
-        k = torch.arange(start, min(start + step, head.places * inputs), device=own.device)
+    for k in torch.arange(head.places * inputs, device=own.device).split(step):
         columns = root[:, k // inputs, :, k % inputs] @ W.T  # (k, n, o)
-        z = columns.new_zeros(len(k), *head.index.shape)
-        z[torch.arange(len(k), device=k.device), :, k // inputs] = columns
-        yield product(z), rest
+        yield product(_at_places(columns, k // inputs, head)), rest
 
 
 @full_precision()
@@ -118,20 +113,18 @@ def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: LastLayer, step:
     return vectors * torch.where(values > least, values.clamp(min=0).rsqrt(), 0)[..., None, :]
 
 
-def _at_places(x: Tensor, places: Tensor) -> Tensor:
-    """For each of the places (k,) the entries of x (n, t, o) there, zero elsewhere: (k, n, t, o)."""
-    z = x.new_zeros(len(places), *x.shape)
-    z[torch.arange(len(places), device=x.device), :, places] = x[:, places].movedim(1, 0)
+def _at_places(x: Tensor, places: Tensor, head: LastLayer) -> Tensor:
+    """Vectors (k, n, t, o) that are x (k, n, o), each at its own of the places (k,), and zero elsewhere."""
+    z = x.new_zeros(len(x), *head.index.shape)
+    z[torch.arange(len(x), device=x.device), :, places] = x
     return z
 
 
 def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
-    probe = probe.to(head.index.device, widest(head.index.device.type))
+    probe = head.probe().to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
-        found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
+        found = product(_at_places(probe[None, :, t], torch.tensor([t], device=probe.device), head))
         found[:, :, t] = 0
         if found.any():
             return True
@@ -204,10 +197,8 @@ def _affine_term(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct
 def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
     """Whether vectors in the null space of ``W^T`` reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
     basis = qr(widen(head.weight))[0]
-    z = z.to(basis)
+    z = head.probe()[None].to(basis)
     norms = []
     for vector in (z, z - (z @ basis) @ basis.T):
         sent = head.to_output(vector).to(run.output.dtype)[0]

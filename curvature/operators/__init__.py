@@ -7,14 +7,14 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, blocks_of
+from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks, blocks_of
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.estimators import Estimate, hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
-from curvature.operators.space import DENSE_LIMIT, Named, Space, require_held_size
+from curvature.operators.space import DENSE_LIMIT, Named, Space
 from curvature.operators.spectra import (
     Tridiagonal,
     lanczos,
@@ -24,13 +24,12 @@ from curvature.operators.spectra import (
     spectral_density,
 )
 from curvature.operators.storage import restore
-from curvature.operators.wrapped import RowBlocks, load
+from curvature.operators.stored import load
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",
     "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
     "blocks_of", "conjugate_gradient", "flat_parameters", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
     "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
-    "require_held_size", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
-    "xtrace",
+    "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
 ]  # fmt: skip

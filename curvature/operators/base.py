@@ -22,7 +22,7 @@ from curvature.operators.space import (
     warn_of_decomposition,
     warn_of_products,
 )
-from curvature.operators.storage import KINDS, restore, rounded_state, scipy_operator, to_plain_data
+from curvature.operators.storage import KINDS, restore, rounded_state, to_plain_data
 
 T = TypeVar("T")
 log = logging.getLogger("curvature")
@@ -100,11 +100,7 @@ class Operator(ABC):
         return self.space.split(flat)
 
     def to_dense(self) -> Tensor:
-        """The matrix as a tensor (P, P).
-
-        Raises:
-            ValueError: P exceeds `DENSE_LIMIT`.
-        """
+        """The matrix as a tensor (P, P); ValueError if P exceeds `DENSE_LIMIT`."""
         require_dense_size(self.space)
         if self.is_known_by_products:
             warn_of_products(self.space)
@@ -168,11 +164,7 @@ class Operator(ABC):
     @overload
     def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
     def solve(self, v: Tensor | Mapping[str, Tensor], damping: float = 0.0) -> Tensor | dict[str, Tensor]:
-        """``(M + damping I)^-1 v``.
-
-        Raises:
-            ValueError: the damped matrix is singular or indefinite to working precision.
-        """
+        """``(M + damping I)^-1 v``; ValueError if the damped matrix is singular or indefinite to working precision."""
         return self.by_columns(lambda V: self._solve(V, float(damping)), v)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -183,11 +175,7 @@ class Operator(ABC):
         return self._decomposed().inverse(damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        """``log det(M + damping I)``, a scalar tensor.
-
-        Raises:
-            ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
-        """
+        """``log det(M + damping I)``, a scalar tensor; ValueError as for `solve`, which names a sufficient damping."""
         return self._decomposed().logdet(damping)
 
     def det(self, damping: float = 0.0) -> Tensor:
@@ -231,30 +219,32 @@ class Operator(ABC):
         return self.damped(damping)
 
     def to_scipy(self) -> Any:
-        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
+        """A ``scipy.sparse.linalg.LinearOperator`` with the same product; ImportError without SciPy."""
+        try:
+            import scipy.sparse.linalg
+        except ImportError as error:
+            raise ImportError("to_scipy needs SciPy, which is not installed: pip install scipy") from error
 
-        Raises:
-            ImportError: SciPy is not installed.
-        """
-        return scipy_operator(self.space, self._matmat)
+        def product(array: Any) -> Any:
+            columns = torch.from_numpy(array.reshape(self.space.size, -1).copy())
+            if columns.is_complex():
+                raise TypeError("the matrix is real: apply it to the real and imaginary parts separately")
+            found = self._matmat(columns.to(self.space.device, self.space.dtype))
+            return found.detach().cpu().numpy().reshape(array.shape)
+
+        name = str(self.space.dtype).removeprefix("torch.")
+        products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+        return scipy.sparse.linalg.LinearOperator(self.shape, dtype=name, **products)
 
     def state(self) -> dict[str, Any]:
-        """Tensors, numbers, strings and lists of them, for `save`.
-
-        Raises:
-            TypeError: the matrix is known only by its products; call `materialise` first.
-        """
+        """Tensors, numbers, strings and lists of them, for `save`; TypeError if only products are known."""
         name = type(self).__name__
         if not self.fields:
             raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
         return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the matrix to a file, for `load`.
-
-        Raises:
-            TypeError: as for `state`.
-        """
+        """Write the matrix to a file, for `load`; TypeError as for `state`."""
         torch.save(self.state(), path)
 
     def to(self, dtype: torch.dtype) -> Operator:
@@ -317,11 +307,7 @@ class Operator(ABC):
 
 
 class Dense(Operator):
-    """A matrix given by its entries.
-
-    Args:
-        space: of the parameters.
-        matrix: (P, P), symmetric up to rounding; its symmetric part is used.
+    """A matrix given by its entries (P, P), symmetric up to rounding; its symmetric part is used.
 
     Raises:
         ValueError: wrong shape, dtype or device, not symmetric, or not finite.

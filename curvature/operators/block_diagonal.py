@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,11 +14,7 @@ from curvature.operators.space import Space, require_dense_size
 
 
 class Diagonal(Operator):
-    """``diag(values)``; its entries count as exact, so any positive entry can be inverted.
-
-    Args:
-        space: of the parameters.
-        values: (P,).
+    """``diag(values)``, values (P,); its entries count as exact, so any positive entry can be inverted.
 
     Raises:
         ValueError: wrong shape, dtype or device, or not finite.
@@ -72,84 +69,22 @@ class Diagonal(Operator):
         return super().__add__(other)
 
 
-class BlockDiagonal(Operator):
-    """Operators on disjoint sets of parameters; every method works block by block.
+class Blocks(Operator):
+    """A matrix of blocks on the diagonal, in some order of the rows; every method works block by block."""
 
-    Args:
-        space: of all parameters.
-        blocks: operators on subspaces that together cover the space, in any order; names may interleave.
+    blocks: dict[str, Operator]
 
-    Attributes:
-        blocks: the operators by the name of their first parameter.
-
-    Raises:
-        ValueError: a parameter is in no block, in several, or differs from that of the space.
-    """
-
-    fields = ("space", "blocks")
-
-    def __init__(self, space: Space, blocks: Iterable[Operator]) -> None:
-        super().__init__(space)
-        listed = list(blocks)
-        names = [name for block in listed for name in block.space.names]
-        if sorted(names) != sorted(space.names):
-            raise ValueError(
-                f"blocks should cover each parameter once: missing {sorted(set(space.names) - set(names))}, "
-                f"not in the space {sorted(set(names) - set(space.names))}, "
-                f"more than once {sorted({name for name in names if names.count(name) > 1})}"
-            )
-        for block in listed:
-            expected = space.subspace(block.space.names)
-            if block.space != expected:
-                raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
-        self.blocks = {block.space.names[0]: block for block in listed}
-
-    __iter__ = None  # `for block in K.blocks.values()`; Python would go by K[0], K[1], ...
-
-    def __getitem__(self, layer: str) -> Operator:
-        """The block of a layer, by the name of its module or of a parameter.
-
-        Raises:
-            KeyError: there is none, or several.
-        """
-        matching = [
-            block
-            for block in self.blocks.values()
-            if any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
-        ]
-        if len(matching) != 1:
-            there = ", ".join(self.blocks) if not matching else ", ".join(block.space.names[0] for block in matching)
-            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {there}")
-        return matching[0]
-
-    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
-        """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
-        home = self.space.device
-        rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
-        results: dict[str, Tensor] = {}
-        for block in self.blocks.values():
-            names = block.space.names
-            result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
-            results.update(zip(names, result.split(block.space.sizes), strict=True))
-        return torch.cat([results[name] for name in self.space.names])
+    @abstractmethod
+    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _map_blocks(self, function: Callable[[Operator], Operator]) -> Operator: ...
 
     def _of_blocks(self, function: Callable[[Operator], Tensor]) -> list[Tensor]:
         """What a function gives of each block, on the device of flat vectors."""
         return [function(block).to(self.space.device) for block in self.blocks.values()]
 
-    def _map_blocks(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
-        return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
-
     def _matmat(self, V: Tensor) -> Tensor:
         return self.by_blocks(lambda block, rows: block._matmat(rows), V)
-
-    def to_dense(self) -> Tensor:
-        require_dense_size(self.space)
-        dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
-        for block in self.blocks.values():
-            where = self.space.positions(block.space.names)
-            dense[where[:, None], where] = block.to_dense().to(self.space.device)
-        return dense
 
     def diagonal(self) -> Tensor:
         template = self.space.positions(self.space.names)  # only its rows matter
@@ -189,6 +124,76 @@ class BlockDiagonal(Operator):
     def damped(self, damping: float) -> Operator:
         return self._map_blocks(lambda block: block.damped(damping))
 
+    def factored_damping(self, damping: float) -> Operator:
+        """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
+        return self._map_blocks(lambda block: block.factored_damping(damping))
+
+
+class BlockDiagonal(Blocks):
+    """Operators on disjoint sets of parameters; every method works block by block.
+
+    Args:
+        space: of all parameters.
+        blocks: operators on subspaces that together cover the space, in any order; names may interleave.
+
+    Attributes:
+        blocks: the operators by the name of their first parameter.
+
+    Raises:
+        ValueError: a parameter is in no block, in several, or differs from that of the space.
+    """
+
+    fields = ("space", "blocks")
+
+    def __init__(self, space: Space, blocks: Iterable[Operator]) -> None:
+        super().__init__(space)
+        listed = list(blocks)
+        names = [name for block in listed for name in block.space.names]
+        if sorted(names) != sorted(space.names):
+            raise ValueError(
+                f"blocks should cover each parameter once: missing {sorted(set(space.names) - set(names))}, "
+                f"not in the space {sorted(set(names) - set(space.names))}, "
+                f"more than once {sorted({name for name in names if names.count(name) > 1})}"
+            )
+        for block in listed:
+            expected = space.subspace(block.space.names)
+            if block.space != expected:
+                raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
+        self.blocks = {block.space.names[0]: block for block in listed}
+
+    __iter__ = None  # `for block in K.blocks.values()`; Python would go by K[0], K[1], ...
+
+    def __getitem__(self, layer: str) -> Operator:
+        """The block of a layer, by the name of its module or of a parameter; KeyError if there is none, or several."""
+        is_of = lambda block: any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
+        matching = [block for block in self.blocks.values() if is_of(block)]
+        if len(matching) != 1:
+            there = [block.space.names[0] for block in matching] or self.blocks
+            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {', '.join(there)}")
+        return matching[0]
+
+    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
+        """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
+        home = self.space.device
+        rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
+        results: dict[str, Tensor] = {}
+        for block in self.blocks.values():
+            names = block.space.names
+            result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
+            results.update(zip(names, result.split(block.space.sizes), strict=True))
+        return torch.cat([results[name] for name in self.space.names])
+
+    def _map_blocks(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
+        return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
+
+    def to_dense(self) -> Tensor:
+        require_dense_size(self.space)
+        dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
+        for block in self.blocks.values():
+            where = self.space.positions(block.space.names)
+            dense[where[:, None], where] = block.to_dense().to(self.space.device)
+        return dense
+
     def __add__(self, other: Operator) -> Operator:
         """Blocks of the same parameters are added apart."""
         if isinstance(other, BlockDiagonal) and other.space == self.space:
@@ -198,15 +203,56 @@ class BlockDiagonal(Operator):
                 return BlockDiagonal(self.space, [a + b for a, b in alike])
         return super().__add__(other)
 
-    def factored_damping(self, damping: float) -> Operator:
-        """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
-        return self._map_blocks(lambda block: block.factored_damping(damping))
-
     def _details(self) -> list[str]:
         return [f"{len(self.blocks)} blocks"]
 
     def __repr__(self) -> str:
         return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
+
+
+class RowBlocks(Blocks):
+    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
+    cross attention, which share one weight but read different inputs.
+
+    Args:
+        space: of the parameters.
+        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
+        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
+
+    Raises:
+        ValueError: `order` is not a permutation of P numbers.
+    """
+
+    fields = ("space", "inner", "order")
+
+    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
+        super().__init__(space)
+        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
+            raise ValueError(f"order should be a permutation of {space.size} numbers")
+        self.inner, self.order = inner, order
+        self.blocks = inner.blocks
+        """The blocks by the name of their first row range."""
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """Rows (P, ...) of the inner matrix in the order of this one."""
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
+        return self._back(self.inner.by_blocks(function, V[self.order]))
+
+    def _map_blocks(self, function: Callable[[Operator], Operator]) -> RowBlocks:
+        return RowBlocks(self.space, self.inner._map_blocks(function), self.order)
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return self._back(self.inner._inverse_root(Z, damping))  # the order of noise is irrelevant
+
+    def to_dense(self) -> Tensor:
+        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
+        dense[self.order[:, None], self.order] = self.inner.to_dense()
+        return dense
+
+    def _details(self) -> list[str]:
+        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
 
 
 def blocks_of(K: Operator) -> list[Operator]:

@@ -53,7 +53,7 @@ def conjugate_gradient(
 
     Columns share products but have their own step sizes; a converged column no longer changes. A final product checks
     the residual of the recursion and restarts the iteration if rounding made it wrong. On a singular matrix, a
-    consistent system gets its solution of least norm.
+    consistent system gets its solution of least norm. The result has the form of v.
 
     Args:
         op: positive definite with the damping.
@@ -65,9 +65,6 @@ def conjugate_gradient(
             float32.
         max_iter: maximum number of iterations, one product each; by default the smaller of 10 P and 5000.
 
-    Returns:
-        x, in the form of v.
-
     Raises:
         ValueError: the iteration met a direction of non-positive curvature.
         RuntimeError: no convergence; the message gives the residual reached.
@@ -75,14 +72,11 @@ def conjugate_gradient(
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
     is_ours = preconditioner is None or isinstance(preconditioner, Operator)
-    with op._one_call() if is_ours else nullcontext():
-        return op.by_columns(lambda V: _solve(op, V, float(damping), _as_function(preconditioner), rtol, limit), v)
-
-
-def _as_function(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
     if preconditioner is None:
-        return lambda V: V
-    return preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
+        preconditioner = lambda V: V
+    apply = preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
+    with op._one_call() if is_ours else nullcontext():
+        return op.by_columns(lambda V: _solve(op, V, float(damping), apply, rtol, limit), v)
 
 
 def _solve(

@@ -60,15 +60,8 @@ def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = N
 def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """Hutch++: exact on a range found with a third of the products, Hutchinson's mean on the rest (arXiv:2010.09649).
 
-    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices.
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 6.
-        generator: as for `hutchinson_trace`.
-
-    Raises:
-        ValueError: k is too small.
+    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices. k, the number of
+    products, is at least 6; arguments and errors are those of `hutchinson_trace`.
     """
     third, generator = products_per_part(k, 3, hutchpp_trace), generator or op.space.generator()
     basis = qr(op @ op.space.signs(third, generator))[0]
@@ -83,22 +76,13 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
 
     Normal vectors, scaled by their norm on the complement, make the estimate unbiased. Exact for rank less than
     ``k / 2``; usually the most accurate of the three. The samples are not independent, so the standard error is too
-    small, by at most a third in our tests.
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 4; more than 2 P are not used.
-        generator: as for `hutchinson_trace`.
-
-    Raises:
-        ValueError: k is too small.
+    small, by at most a third in our tests. k, the number of products, is at least 4, and more than 2 P are not used;
+    arguments and errors are those of `hutchinson_trace`.
     """
     size = op.space.size
     half = min(products_per_part(k, 2, xtrace), size)
     z = op.space.normal(half, generator)
-    image = op @ z
-    basis, leaves = _leave_one_out(image)
-    image_of_basis = op @ basis
+    image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     core = basis.mT @ image_of_basis
     # x[k] is z[k] without the range of the other images, and y[k] = M x[k]
     inside = basis.mT @ z
@@ -112,16 +96,7 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
 def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """Mean of ``z * (M z)`` over k vectors of random signs (Bekas et al. 2007, doi:10.1016/j.apnum.2007.01.003).
 
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 2.
-        generator: as for `hutchinson_trace`.
-
-    Returns:
-        The estimate with value and error of shape (P,).
-
-    Raises:
-        ValueError: k is too small.
+    Value and error have shape (P,). Arguments and errors are those of `hutchinson_trace`.
     """
     z = op.space.signs(products_per_part(k, 1, hutchinson_diagonal), generator)
     return mean_estimate((z * (op @ z)).T)
@@ -130,33 +105,20 @@ def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None 
 def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """XDiag, the counterpart of `xtrace` for the diagonal (arXiv:2301.07825).
 
-    Exact for rank less than ``k / 2``.
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 4; more than 2 P are not used.
-        generator: as for `hutchinson_trace`.
-
-    Returns:
-        The estimate with value and error of shape (P,).
-
-    Raises:
-        ValueError: k is too small.
+    Exact for rank less than ``k / 2``. Value and error have shape (P,). Arguments and errors are those of `xtrace`.
     """
     z = op.space.signs(min(products_per_part(k, 2, xdiag), op.space.size), generator)
-    image = op @ z
-    basis, leaves = _leave_one_out(image)
-    image_of_basis = op @ basis
+    image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     inside = basis.mT @ image
     inside = inside - leaves * (leaves * inside).sum(0)
     full = (basis * image_of_basis).sum(1)
-    return mean_estimate(
-        (full[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T
-    )
+    samples = full[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)
+    return mean_estimate(samples.T)
 
 
-def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis Q (P, k) of the columns, and unit s_k so that all columns but k span ``Q (I - s_k s_k^T)``."""
+def _leave_one_out(op: Operator, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """M z, its orthonormal basis Q (P, k), unit s_k so that all columns but k span ``Q (I - s_k s_k^T)``, and M Q."""
+    image = op @ z
     basis, root = qr(image)  # of dependent columns R is singular, and any direction of Q from rounding serves as s_k
     diagonal = root.diagonal()
     floor = (torch.finfo(root.dtype).eps * diagonal.abs().max()).clamp(min=math.sqrt(torch.finfo(root.dtype).tiny))
@@ -164,4 +126,4 @@ def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
     root = root + torch.where(small, floor.copysign(diagonal) - diagonal, torch.zeros_like(diagonal)).diag()
     eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
     leaves = torch.linalg.solve_triangular(root.mT, eye, upper=False)
-    return basis, leaves / leaves.norm(dim=0)
+    return image, basis, leaves / leaves.norm(dim=0), op @ basis

@@ -8,6 +8,7 @@ Indices: g group, o output, i input, c column.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,15 +30,7 @@ def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
 
 
 class LayerOperator(Operator):
-    """A matrix over the parameters of one layer, arranged as (g, o, i).
-
-    Args:
-        space: of the weight, or of the weight and the bias.
-        arrangement: where their entries are in (g, o, i).
-
-    Raises:
-        ValueError: the shapes of the space and the arrangement differ.
-    """
+    """A matrix over the parameters of one layer, whose entries are where the arrangement says in (g, o, i)."""
 
     def __init__(self, space: Space, arrangement: AffineLayout) -> None:
         super().__init__(space)
@@ -66,9 +59,11 @@ class LayerOperator(Operator):
         """The inverse of `_to_matrices`."""
         return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
-    def _describe(self, name: str, matrix: Tensor | None, size: int) -> str:
-        kind = "identity" if matrix is None else "diagonal" if matrix.ndim == 2 else f"{size} x {size}"
-        return f"{name} {kind}"
+    def _described(self, **matrices: Tensor | None) -> list[str]:
+        """The number of groups, if there are several, and the form of each of these matrices."""
+        form = lambda x: "identity" if x is None else "diagonal" if x.ndim == 2 else f"{x.shape[1]} x {x.shape[1]}"
+        number = [f"{self.sides[0]} groups"] if self.sides[0] > 1 else []
+        return [*number, *(f"{name} {form(matrix)}" for name, matrix in matrices.items())]
 
 
 class EigenKronecker(LayerOperator):
@@ -135,8 +130,8 @@ class EigenKronecker(LayerOperator):
 
     def _with(self, values: Tensor, rounding: Tensor) -> EigenKronecker:
         """The same basis with other eigenvalues."""
-        basis = (self.row_vectors, self.column_vectors)
-        return EigenKronecker(self.space, self.arrangement, *basis, values, rounding)
+        rows, columns = self.row_vectors, self.column_vectors
+        return EigenKronecker(self.space, self.arrangement, rows, columns, values, rounding)
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self._spectral(V, self.values)
@@ -178,9 +173,7 @@ class EigenKronecker(LayerOperator):
         return self._with(self.values + linalg.require_finite(damping), self.rounding)
 
     def _details(self) -> list[str]:
-        groups, outputs, inputs = self.sides
-        rows = self._describe("rows", self.row_vectors, outputs)
-        return [*_number(groups), rows, self._describe("columns", self.column_vectors, inputs)]
+        return self._described(rows=self.row_vectors, columns=self.column_vectors)
 
 
 class Kronecker(LayerOperator):
@@ -210,7 +203,6 @@ class Kronecker(LayerOperator):
         _, outputs, inputs = self.sides
         self.rows = self._side(rows, "rows", outputs, is_symmetric)
         self.columns = self._side(columns, "columns", inputs, is_symmetric)
-        self._eigen: EigenKronecker | None = None
         self._inverse: Kronecker | None = None
 
     @property
@@ -223,19 +215,15 @@ class Kronecker(LayerOperator):
         """The factor of the backprops, `rows`."""
         return self.rows
 
-    @property
+    @cached_property
     def eigen(self) -> EigenKronecker:
         """The same matrix in its eigenbasis, which is computed at first use."""
-        if self._eigen is None:
-            row_values, row_rounding, row_vectors = _eigendecompose(self.rows)
-            values, rounding, vectors = _eigendecompose(self.columns)
-            products = row_values[:, :, None] * values[:, None, :]
-            # The rounding of each factor times the values of the other, far less than that of the largest product.
-            unsure = (
-                row_rounding[:, :, None] * values.abs()[:, None, :] + row_values.abs()[:, :, None] * rounding[:, None]
-            )
-            self._eigen = EigenKronecker(self.space, self.arrangement, row_vectors, vectors, products, unsure)
-        return self._eigen
+        row_values, row_rounding, row_vectors = _eigendecompose(self.rows)
+        values, rounding, vectors = _eigendecompose(self.columns)
+        products = row_values[:, :, None] * values[:, None, :]
+        # The rounding of each factor times the values of the other, far less than that of the largest product.
+        unsure = row_rounding[:, :, None] * values.abs()[:, None, :] + row_values.abs()[:, :, None] * rounding[:, None]
+        return EigenKronecker(self.space, self.arrangement, row_vectors, vectors, products, unsure)
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self._to_columns(two_sided(self.rows, self._to_matrices(V), self.columns))
@@ -243,9 +231,8 @@ class Kronecker(LayerOperator):
     def to_dense(self) -> Tensor:
         require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
-        spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
-        places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
-        for group, where in enumerate(self.arrangement.to_matrices(places).flatten(1)):
+        (places,) = self._to_matrices(torch.arange(self.space.size, device=self.space.device)[:, None])
+        for group, where in enumerate(places.flatten(1)):
             B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
             dense[where[:, None], where] = torch.kron(B.contiguous(), A.contiguous())
         return dense
@@ -265,7 +252,7 @@ class Kronecker(LayerOperator):
 
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
-        if self._inverse is None and self._eigen is None:
+        if self._inverse is None and "eigen" not in vars(self):
             rows, columns = map(_inverted, (self.rows, self.columns))
             if rows is not None and columns is not None:
                 self._inverse = Kronecker(self.space, self.arrangement, rows, columns, is_symmetric=True)
@@ -294,9 +281,7 @@ class Kronecker(LayerOperator):
 
         This equals ``M + damping I`` plus two terms that are not small, but its inverse is a Kronecker product, too.
         Per group, ``pi^2 = mean eigenvalue of A / mean eigenvalue of B``; pi = 1 if one of them is not positive.
-
-        Raises:
-            ValueError: the damping is negative.
+        ValueError for a negative damping.
         """
         if not damping >= 0:
             raise ValueError(f"a damping in factors cannot be negative, found {damping}")
@@ -307,12 +292,7 @@ class Kronecker(LayerOperator):
         return Kronecker(self.space, self.arrangement, rows, _shift_diagonal(self.columns, damping**0.5 * pi))
 
     def _details(self) -> list[str]:
-        groups, outputs, inputs = self.sides
-        return [*_number(groups), self._describe("B", self.rows, outputs), self._describe("A", self.columns, inputs)]
-
-
-def _number(groups: int) -> list[str]:
-    return [f"{groups} groups"] if groups > 1 else []
+        return self._described(B=self.rows, A=self.columns)
 
 
 def _diagonal(side: Tensor) -> Tensor:

@@ -18,13 +18,10 @@ def _nothing(limit: int) -> None:
 
 
 class Passes(Protocol):
-    """The passes over data that make the products."""
+    """The passes over data that make the products; inside, what products share is kept, or that of a single batch."""
 
-    def keeping(self) -> AbstractContextManager[None]:
-        """Inside, what products share is kept."""
-
-    def keeping_one_batch(self) -> AbstractContextManager[None]:
-        """The same where that takes no more memory than the first product."""
+    def keeping(self) -> AbstractContextManager[None]: ...
+    def keeping_one_batch(self) -> AbstractContextManager[None]: ...
 
 
 class MatrixFree(Operator):
@@ -81,11 +78,7 @@ class MatrixFree(Operator):
         return super().trace() if self._known_trace is None else self._known_trace()
 
     def compact(self) -> Operator:
-        """The same matrix for several solves: by the rows of the samples where these are fewer than the parameters.
-
-        Raises:
-            ValueError: both are more than `DENSE_LIMIT`.
-        """
+        """The same matrix for several solves: by rows of samples, if fewer than P; ValueError above `DENSE_LIMIT`."""
         return self._in_sample_space(min(self.space.size - 1, DENSE_LIMIT)) or self.materialise()
 
     def _direct(self) -> Operator | None:

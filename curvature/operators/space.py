@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -52,14 +52,9 @@ class Space:
 
     @staticmethod
     def of(parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Space:
-        """The space of these parameters, in their order, with flat vectors on the device of the first.
+        """The space of parameters by name, in their order, with flat vectors on the device of the first.
 
-        Args:
-            parameters: tensors by name, such as ``dict(model.named_parameters())``.
-            dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
-
-        Raises:
-            ValueError: a parameter is complex.
+        Its dtype is by default the widest of theirs, at least float32; ValueError if one is complex.
         """
         for name, tensor in parameters.items():
             if tensor.is_complex():
@@ -68,9 +63,7 @@ class Space:
                     "out (parameters=[...], or requires_grad_(False))"
                 )
         places = tuple(tensor.device for tensor in parameters.values())
-        widest = torch.float32
-        for tensor in parameters.values():
-            widest = torch.promote_types(widest, tensor.dtype)
+        widest = reduce(torch.promote_types, (tensor.dtype for tensor in parameters.values()), torch.float32)
         shapes = tuple(tuple(tensor.shape) for tensor in parameters.values())
         return Space(tuple(parameters), shapes, dtype or widest, places[0] if places else torch.device("cpu"), places)
 
@@ -90,11 +83,7 @@ class Space:
         return sum(self.sizes)
 
     def subspace(self, names: Iterable[str]) -> Space:
-        """The space of these parameters, in the given order, with flat vectors on the device of the first.
-
-        Raises:
-            KeyError: a name is not in this space.
-        """
+        """The space of these parameters, in this order, flat vectors where the first is; KeyError for others."""
         names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -128,11 +117,7 @@ class Space:
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
-
-        Raises:
-            ValueError: the last dimension is not P, or device or dtype is wrong.
-        """
+        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name; ValueError as for `checked`."""
         flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
         parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
         return {name: part.reshape((*flat.shape[:-1], *shape)).to(self.devices[name]) for name, shape, part in parts}
@@ -152,23 +137,14 @@ class Space:
         return tensor.to(self.dtype)
 
     def kept(self, tensor: Tensor, shape: Sequence[int], what: str, device: torch.device | None = None) -> Tensor:
-        """`checked` for a part of a matrix, detached from autograd.
-
-        Raises:
-            ValueError: as for `checked`, or an entry is not finite.
-        """
+        """`checked` for a part of a matrix, detached from autograd; ValueError also if an entry is not finite."""
         tensor = self.checked(tensor, shape, what, device).detach()
         if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is fast but may overflow
             raise ValueError(f"{what} of the parameters {list(self.names)} has entries that are not finite")
         return tensor
 
     def normal(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent standard normal columns, (P, count).
-
-        Args:
-            count: number of columns.
-            generator: on any device; by default a new one with seed 0, which leaves the global random state untouched.
-        """
+        """Independent standard normal columns, (P, count), from a generator on any device, or a new one with seed 0."""
         generator = generator or self.generator()
         drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
         return drawn.to(self.device).T
@@ -213,21 +189,6 @@ def require_dense_size(space: Space) -> None:
             f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
             "These need products only: conjugate_gradient, eigenvalues(k), hutchpp_trace, xtrace, xdiag, "
             "lanczos_eigenvalues, lanczos_logdet, spectral_density"
-        )
-
-
-def require_held_size(
-    names: Sequence[str], what: str, rows: int, dtype: torch.dtype, structures: Sequence[str]
-) -> None:
-    """Raise ValueError for more than `DENSE_LIMIT` rows. The last of `structures` is to hold them all the same."""
-    if rows > DENSE_LIMIT:
-        layer = names[0].rpartition(".")[0] or names[0]
-        gigabytes = rows**2 * dtype.itemsize / 1e9
-        raise ValueError(
-            f"{layer}: {what} would have {rows} x {rows} entries ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT} "
-            f"rows; choose structure={{{layer!r}: {structures[0]!r}}}"
-            + "".join(f" or {other!r}" for other in structures[1:-1])
-            + f", or {structures[-1]!r} to build it all the same"
         )
 
 

@@ -135,9 +135,8 @@ def spectral_density(
         width = float(spread) / 100 or 1.0
     if grid is None:
         margin = 5 * width
-        grid = torch.linspace(
-            float(least) - margin, float(largest) + margin, 1024, dtype=nodes.dtype, device=nodes.device
-        )
+        ends = float(least) - margin, float(largest) + margin
+        grid = torch.linspace(*ends, 1024, dtype=nodes.dtype, device=nodes.device)
     bells = torch.exp(-0.5 * ((grid[:, None] - nodes.flatten()) / width) ** 2) / (width * math.sqrt(2 * math.pi))
     return grid, bells @ weights.flatten() / len(nodes)
 
@@ -148,14 +147,12 @@ def lanczos_logdet(
     """``log det(M + damping I)`` by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017, doi:10.1137/16M1104974).
 
     Unbiased up to the quadrature error, which decays fast with the steps unless the damping is small. Without damping,
-    a singular matrix may go unnoticed.
+    a singular matrix may go unnoticed. Steps and generator are as for `spectral_density`.
 
     Args:
         op: positive definite with the damping.
         damping: added to the matrix.
         k: number of random starts, at least 2.
-        steps: Lanczos steps per start, one product each; P steps make the quadrature exact.
-        generator: for the starts; by default a new one with seed 0.
 
     Raises:
         ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.

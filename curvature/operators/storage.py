@@ -1,9 +1,9 @@
-"""Operators as plain data, in files and in other precisions, and as SciPy operators."""
+"""Operators as plain data, in files and in other precisions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,11 +31,7 @@ def to_plain_data(value: Any) -> Any:
 
 
 def restore(value: Any, device: torch.device | str | None) -> Any:
-    """The inverse of `to_plain_data`.
-
-    Raises:
-        ValueError: a structure that this version does not know.
-    """
+    """The inverse of `to_plain_data`; ValueError for a structure that this version does not know."""
     if isinstance(value, list):
         return [restore(item, device) for item in value]
     if not isinstance(value, Mapping):
@@ -44,8 +40,6 @@ def restore(value: Any, device: torch.device | str | None) -> Any:
     if structure in KINDS:
         return KINDS[structure].from_state(value, device)
     fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
-    if "structure" not in value:
-        return fields
     if structure == "Space":
         return Space.restore(fields, device)
     if structure == "AffineLayout":
@@ -76,21 +70,3 @@ def copy_if_view(tensor: Tensor) -> Tensor:
     """Clone a view of a larger storage, which a file would otherwise include."""
     owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if owns_storage else tensor.clone()
-
-
-def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
-    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix, given its product with columns."""
-    try:
-        import scipy.sparse.linalg as linalg
-    except ImportError as error:
-        raise ImportError("to_scipy needs SciPy, which is not installed: pip install scipy") from error
-
-    def product(array: Any) -> Any:
-        columns = torch.from_numpy(array.reshape(space.size, -1).copy())
-        if columns.is_complex():
-            raise TypeError("the matrix is real: apply it to the real and imaginary parts separately")
-        return matmat(columns.to(space.device, space.dtype)).detach().cpu().numpy().reshape(array.shape)
-
-    name = str(space.dtype).removeprefix("torch.")
-    products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
-    return linalg.LinearOperator((space.size, space.size), dtype=name, **products)

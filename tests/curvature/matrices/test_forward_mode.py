@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.matrices import passes
-from curvature.matrices.linearised import ForwardMode, Linearised, Ways
+from curvature.matrices.linearised import ForwardMode, Linearised, right_way
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 
@@ -135,14 +135,13 @@ def test_other_functions_at_a_known_shape_are_compared_anew(monkeypatch: Any) ->
 def ways_taken(monkeypatch: Any) -> list[type]:
     """The kinds of ways that are found from here on."""
     kinds: list[type] = []
-    find = Ways.find
 
-    def noted(self: Ways, *arguments: Any) -> Any:
-        way = find(self, *arguments)
+    def noted(*arguments: Any) -> Any:
+        way = right_way(*arguments)
         kinds.append(type(way))
         return way
 
-    monkeypatch.setattr(Ways, "find", noted)
+    monkeypatch.setattr("curvature.matrices.products.right_way", noted)
     return kinds
 
 

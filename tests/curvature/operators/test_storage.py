@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.operators import BlockDiagonal, Operator, Space, load, wrapped
+from curvature.operators import BlockDiagonal, Operator, Space, load, stored
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from support.structures import ARRANGEMENTS, Source, structures
 
@@ -90,7 +90,7 @@ def test_a_solve_of_one_layer_reads_that_layer(tmp_path: Path, monkeypatch: pyte
     op = layers()
     op.save(tmp_path / "K.pt")
     lazily, made = load(tmp_path / "K.pt", lazily=True), []
-    monkeypatch.setattr(wrapped, "restore", lambda state, device: made.append(state) or op["b"])
+    monkeypatch.setattr(stored, "restore", lambda state, device: made.append(state) or op["b"])
     v = Source().normal(op["b"].space.size)
     assert torch.equal(lazily["b"].solve(v, D), op["b"].solve(v, D))
     assert [state["space"]["names"] for state in made] == [["b.weight"]]
@@ -101,7 +101,7 @@ def test_kronecker_factors_are_kept_in_their_eigenbasis() -> None:
     source, arrangement = Source(dtype=torch.float32), ARRANGEMENTS["matrix"]
     space = source.layer(arrangement)
     op = Kronecker(space, arrangement, source.definite(1, d=3, rank=1), source.definite(1, d=4, rank=2))
-    kept = op.to(torch.bfloat16).wrapped
+    kept = op.to(torch.bfloat16)._decomposed()
     assert isinstance(kept, EigenKronecker) and (kept.values > -1e-6).all()
     v = source.normal(space.size)
     assert error(op.to(torch.bfloat16).solve(v, 1e-4), op.solve(v, 1e-4)) < 4 * BFLOAT16
