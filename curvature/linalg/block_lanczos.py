@@ -1,4 +1,9 @@
-"""The largest eigenvalues of a symmetric matrix from products alone."""
+"""The largest eigenvalues of a symmetric matrix from products alone.
+
+Block Lanczos with full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10). A block of k columns
+finds eigenvalues of a multiplicity up to k. A residual ``||M u - theta u||`` bounds the distance from theta to an
+eigenvalue.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +18,7 @@ from curvature.linalg.decompositions import qr, symmetric_eigh
 def largest_eigenpairs(
     product: Callable[[Tensor], Tensor], starts: Tensor, rtol: float | None = None, max_products: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As many of the largest eigenvalues as there are starts, ascending, (k,), and eigenvectors as columns (P, k).
-
-    Block Lanczos with full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10); multiple
-    eigenvalues come with their multiplicity. It stops when each residual ``||M u - theta u||`` is small; the residual
-    bounds the distance from theta to an eigenvalue.
-
-    Args:
-        product: columns (P, c) to columns (P, c).
-        starts: random columns, (P, k).
-        rtol: allowed residual relative to the largest absolute eigenvalue found; by default sqrt(eps).
-        max_products: maximum number of products, each of which stores two vectors; by default the larger of 300 and
-            20 k.
-
-    Raises:
-        RuntimeError: no convergence within ``max_products``.
-    """
+    """The k largest eigenvalues, ascending, and eigenvectors (P, k), from random columns (P, k)."""
     size, k = starts.shape
     rtol = torch.finfo(starts.dtype).eps ** 0.5 if rtol is None else rtol
     most = min(size, max(300, 20 * k) if max_products is None else max_products)
@@ -42,7 +32,8 @@ def largest_eigenpairs(
         values, rotation = symmetric_eigh(core)
         values, rotation = values[-k:], rotation[:, -k:]
         vectors = basis @ rotation
-        residual = ((image @ rotation - values * vectors) / _scale(core)).norm(dim=0).max()  # squares may underflow
+        scale = torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
+        residual = ((image @ rotation - values * vectors) / scale).norm(dim=0).max()  # squares may underflow
         if residual <= rtol or basis.shape[1] == size:
             return values, vectors
         if basis.shape[1] >= most:
@@ -53,21 +44,11 @@ def largest_eigenpairs(
         block = _next_block(basis, image[:, -block.shape[1] :])
 
 
-def _scale(core: Tensor) -> Tensor:
-    """The largest absolute eigenvalue, clamped so that dividing by it is finite."""
-    return torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
-
-
-def _orthogonalize(columns: Tensor, basis: Tensor) -> Tensor:
-    """Remove the span of the basis from the columns; twice, since rounding leaves a rest after the first time."""
-    for _ in range(2):
-        columns = columns - basis @ (basis.mT @ columns)
-    return columns
-
-
 def _next_block(basis: Tensor, image: Tensor) -> Tensor:
     """Orthonormal columns that span the part of `image` outside the basis; if there is none, rounding supplies some."""
     width = min(image.shape[1], len(basis) - basis.shape[1])
     for _ in range(2):
-        image = qr(_orthogonalize(image, basis))[0][:, :width]
+        for _ in range(2):  # rounding leaves a rest after the first time
+            image = image - basis @ (basis.mT @ image)
+        image = qr(image)[0][:, :width]
     return image
