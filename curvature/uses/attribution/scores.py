@@ -17,11 +17,10 @@ from curvature.matrices import ekfac
 from curvature.operators import Operator, blocks_of
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
-from curvature.uses.attribution.eigenbases import Eigenbases, Terms
+from curvature.uses.attribution.eigenbases import Eigenbases
 from curvature.uses.attribution.queries import Queries, compress, joined, pieces
 
-InBases = Callable[[Operator, Terms], Eigenbases]
-Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]
+Score = Callable[[Sequence[Term], Queries], Tensor]  # of the samples of a batch, by one parameter
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
 
@@ -72,7 +71,7 @@ def influence(
     with each of these gradients.
     """
     options = curvature, damping, query_rank, sample_dim, progress
-    return stack(_by_parameter(_scores, Eigenbases, model, loss, train, query, *options).values()).sum(0)
+    return stack(_by_parameter(_scores, True, model, loss, train, query, *options).values()).sum(0)
 
 
 @full_precision()
@@ -90,7 +89,7 @@ def influence_by_parameter(
 ) -> dict[str, Tensor]:
     """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
     options = curvature, damping, query_rank, sample_dim, progress
-    return _by_parameter(_scores, _unchanged, model, loss, train, query, *options)
+    return _by_parameter(_scores, False, model, loss, train, query, *options)
 
 
 @full_precision()
@@ -121,14 +120,14 @@ def influence_by_place(
             batch has a single sample, of which only the gradient is known.
     """
     options = curvature, damping, query_rank, sample_dim, progress
-    return _by_parameter(_place_scores, _unchanged, model, loss, train, query, *options)
+    return _by_parameter(_place_scores, False, model, loss, train, query, *options)
 
 
 def _by_parameter(
-    score: Score, in_bases: InBases, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
-    damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
+    score: Score, in_eigenbases: bool, model: nn.Module, loss: Loss, train: Any, query: Any,
+    curvature: Operator | None, damping: float | None, rank: int | None, sample_dim: Any, progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """All training samples' scores: `score` of each batch's terms and solved queries, in the bases of `in_bases`."""
+    """All training samples' scores. In an eigenbasis, that of a bias is not apart from that of its weight."""
     for what, data in (("train", train), ("query", query)):
         require_pairs(data)
         require_order(data, what)
@@ -142,24 +141,19 @@ def _by_parameter(
     first = next(queries, None)
     if first is None:
         raise ValueError("query: no batch")
-    bases = in_bases(K, first)
+    bases = Eigenbases(K, first if in_eigenbases else {})
     turned = map(bases.turn, itertools.chain([first], queries))
     asked = ({name: gradients(parts) for name, parts in terms.items()} for terms in turned)
     solved = _solved_queries(bases.K, asked, damping, rank)
-    samples = _terms(model, loss, train, sample_dim, names, progress)
-    scores = [score(bases.turn(terms), solved) for terms in samples]
+    samples = map(bases.turn, _terms(model, loss, train, sample_dim, names, progress))
+    scores = [{name: score(parts, solved[name]) for name, parts in terms.items()} for terms in samples]
     if not scores:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
     for name in solved:
-        if len({batch[name].shape[2:] for batch in scores}) > 1:
-            places = sorted({batch[name].shape[2] for batch in scores})
+        places = sorted({batch[name].shape[2:].numel() for batch in scores})
+        if len(places) > 1:
             raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
     return {name: torch.cat([batch[name] for batch in scores], 1) for name in solved}
-
-
-def _unchanged(K: Operator, terms: Terms) -> Eigenbases:
-    """Parameter by parameter: in an eigenbasis a bias is not apart from its weight."""
-    return Eigenbases(K, {})
 
 
 def _terms(
@@ -168,8 +162,7 @@ def _terms(
     """The gradients of each batch's samples with respect to the parameters of these names."""
     total = number_of_batches(data)
     trained = trained_parameters(model)
-    missing = [name for name in names if name not in trained]
-    if missing:
+    if missing := [name for name in names if name not in trained]:
         raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
     for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
         terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
@@ -203,12 +196,9 @@ def _usual_damping(block: Operator) -> float:
     return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
 
 
-def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
-    """(Q, N) for each parameter, of the samples of a batch."""
-    return {
-        name: torch.cat([_products(parts, queries) for queries in pieces(solved[name])])
-        for name, parts in terms.items()
-    }
+def _scores(parts: Sequence[Term], queries: Queries) -> Tensor:
+    """(Q, N)."""
+    return torch.cat([_products(parts, some) for some in pieces(queries)])
 
 
 def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
@@ -222,16 +212,9 @@ def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
     return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
 
 
-def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
-    """(Q, N, places) for each parameter, of the samples of a batch."""
-    if any(len(parts[0]) == 1 for parts in terms.values()):
+def _place_scores(parts: Sequence[Term], queries: Queries) -> Tensor:
+    """(Q, N, places)."""
+    if len(parts[0]) == 1:
         raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
-    return {
-        name: torch.stack([_at_places(parts, v) for queries in pieces(solved[name]) for v in queries])
-        for name, parts in terms.items()
-    }
-
-
-def _at_places(parts: Sequence[Term], vector: Tensor) -> Tensor:
-    """(N, places) for one query."""
-    return torch.cat([term.place_products(vector).to(vector) for term in parts], 1)
+    at_places = lambda v: torch.cat([term.place_products(v).to(v) for term in parts], 1)
+    return torch.stack([at_places(v) for some in pieces(queries) for v in some])
