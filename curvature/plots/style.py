@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, groupby
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -108,11 +108,6 @@ def ordered_line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
     return [{"color": colormaps["viridis"](shade), "lw": 1.2} for shade in shades]
 
 
-def grid(ax: Axes) -> None:
-    """Faint lines at the labelled ticks."""
-    ax.grid(True, which="major", alpha=0.3)
-
-
 def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
     """A legend inside the axes, or to their right if there are many lines."""
     count = len(ax.get_legend_handles_labels()[1])
@@ -206,11 +201,6 @@ def layers_of(matrix: Operator) -> dict[str, Operator]:
 def spans_of(space: Space) -> list[tuple[str, int]]:
     """Names of the layers and their numbers of rows, in order; with a single layer, of its parameters."""
     parts = list(zip(space.names, space.sizes, strict=True))
-    merged: list[tuple[str, int]] = []
-    for name, size in parts:
-        module = module_of([name])
-        if merged and merged[-1][0] == module:
-            merged[-1] = module, merged[-1][1] + size
-        else:
-            merged.append((module, size))
+    modules = groupby(parts, lambda part: module_of(part[:1]))
+    merged = [(module, sum(size for _, size in group)) for module, group in modules]
     return merged if len(merged) > 1 else parts

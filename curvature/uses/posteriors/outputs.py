@@ -39,11 +39,8 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
     if not isinstance(block, EigenKronecker):
         return None
     of_weight = terms.get(block.space.names[0], ())
-    products = [
-        parts[0]
-        for parts in of_weight
-        if len(parts) == 1 and isinstance(parts[0], OuterProduct) and parts[0].places == 1
-    ]
+    alone = (parts[0] for parts in of_weight if len(parts) == 1)
+    products = [term for term in alone if isinstance(term, OuterProduct) and term.places == 1]
     if not products or len(products) < len(of_weight):
         return None
     a, b = products[0].a[:, 0], torch.stack([term.b[:, 0] for term in products])
@@ -61,12 +58,12 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
 
 
 def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -> Tensor:
-    """From the rows of this layer's Jacobian, of some samples at a time."""
+    """The same from the rows of this layer's Jacobian, of some samples at a time."""
     step = max(1, ROWS_ELEMENTS // max(1, outputs * block.space.size))
+    own = {name: terms[name] for name in block.space.names if name in terms}
     covariances = []
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
-        own = {name: terms[name] for name in block.space.names if name in terms}
         some = ({name: [t.samples(part) for t in of[k]] for name, of in own.items()} for k in range(outputs))
         rows = torch.stack([rows_of(block.space, row, part.stop - part.start) for row in some], 1)  # (n, c, p)
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvature.linalg import NotDefinite, psd_eigh
 from curvature.losses import LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch
-from curvature.operators import BlockDiagonal
+from curvature.operators import BlockDiagonal, flat_parameters
 from curvature.uses.posteriors.layered import LayeredCurvature, noise_of
 from curvature.uses.posteriors.outputs import output_covariance
 
@@ -23,19 +23,12 @@ Prior = float | Tensor | Mapping[str, float]
 
 @dataclass(frozen=True)
 class DataFit:
-    """How likely the data are at the parameters: the summed loss, and what the constant of the likelihood depends on.
-
-    The two sums are scalars in the widest precision.
-    """
+    """How likely the data are: the summed loss, and what the constant of the likelihood depends on, scalars."""
 
     loss: Loss
     labels: LabelDistribution
     total: Tensor
     count: Tensor
-
-    def to(self, device: torch.device) -> DataFit:
-        """The same with the sums on a device."""
-        return replace(self, total=self.total.to(device), count=self.count.to(device))
 
     def log_likelihood(self, noise: Tensor) -> Tensor:
         """``log p(labels | inputs, parameters)``, a scalar."""
@@ -114,17 +107,14 @@ class LaplacePosterior:
             RuntimeError: the parameters are no longer those of the posterior.
             ValueError: as for `covariance`, or samples are not independent.
         """
-        parameters = dict(self.model.named_parameters())
-        now = self.curvature.flatten(parameters)
-        if not torch.equal(now, self.mean):
+        if not torch.equal(flat_parameters(self.curvature.space, self.model), self.mean):
             raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
         results: list[tuple[Tensor, Tensor]] = []
 
         def visit(run: RecordedBatch) -> None:
             require_no_draws(run)
-            output = run.output.detach()
-            covariance = output_covariance(run, self.covariance)
-            results.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
+            dtype = torch.promote_types(run.output.dtype, torch.float32)
+            results.append((run.output.detach(), output_covariance(run, self.covariance).to(dtype)))
 
         DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
         return results[0]
@@ -266,12 +256,10 @@ def _shown(prior: list[float]) -> str:
 
 
 def require_draws(what: str, given: Any) -> None:
-    """Raise TypeError for anything but a positive integer."""
     if not isinstance(given, int) or given < 1:
         raise TypeError(f"{what}: expected a number of draws, found {given!r}")
 
 
 def require_no_draws(run: RecordedBatch) -> None:
-    """Raise ValueError where the forward pass draws random numbers."""
     if run.random:
         raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")

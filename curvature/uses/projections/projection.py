@@ -214,7 +214,6 @@ def per_sample_projections(
 
 
 def require_projection(projection: Projection) -> None:
-    """Raise TypeError for what is no projection."""
     if not isinstance(projection, Projection):
         raise TypeError(
             f"projection: expected a SignProjection, NormalProjection or KroneckerProjection, "
