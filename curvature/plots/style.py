@@ -181,10 +181,7 @@ def module_of(names: Sequence[str]) -> str:
 
 
 def layers_of(matrix: Operator) -> dict[str, Operator]:
-    """The blocks by layer name, in the order of the parameters; a matrix without blocks counts as one.
-
-    Several blocks of one layer are named by their first parameter.
-    """
+    """The blocks by layer, in the order of the parameters; several of one layer are named by their first parameter."""
     if not isinstance(matrix, BlockDiagonal):
         return {module_of(matrix.space.names): matrix}
     names = list(matrix.space.names)
@@ -192,10 +189,8 @@ def layers_of(matrix: Operator) -> dict[str, Operator]:
     blocks = [part for block in ordered for part in getattr(block, "blocks", {"": block}).values()]
     modules = [module_of(block.space.names) for block in blocks]
     twice = {module for module, count in Counter(modules).items() if count > 1}
-    return {
-        block.space.names[0] if module in twice else module: block
-        for module, block in zip(modules, blocks, strict=True)
-    }
+    named = zip(modules, blocks, strict=True)
+    return {block.space.names[0] if module in twice else module: block for module, block in named}
 
 
 def spans_of(space: Space) -> list[tuple[str, int]]:

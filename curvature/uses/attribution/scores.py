@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +13,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
-from curvature.linalg import full_precision, stack
+from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
 from curvature.operators import Operator, blocks_of
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
 from curvature.uses.attribution.eigenbases import Eigenbases
-from curvature.uses.attribution.queries import Queries, compress, joined, pieces
 
-Score = Callable[[Sequence[Term], Queries], Tensor]  # of the samples of a batch, by one parameter
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
-ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
+ENTRIES = 1 << 24  # of the training samples' gradients, or of queries of low rank, that are built at a time
+EXTRA, POWERS = 8, 1  # directions beyond the rank, and iterations, for singular values that fall slowly
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Tensors (Q, *shape), each as a product of two matrices (shape[0], r) and (r, all other axes)."""
+
+    left: Tensor
+    right: Tensor
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, some: int | slice) -> Tensor:
+        built = matmul(self.left[some], self.right[some])
+        return built.reshape(*built.shape[:-2], *self.shape)
+
+
+Queries = Tensor | LowRank
+Score = Callable[[Sequence[Term], Queries], Tensor]  # of the samples of a batch, by one parameter
 
 
 @full_precision()
@@ -186,14 +207,12 @@ def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -
     for block in blocks_of(K) if damping is None else [K]:
         space = block.space
         flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
-        block_damping = _usual_damping(block) if damping is None else float(damping)
-        solved |= space.split(block.solve(flat.mT, block_damping).mT)
+        own_damping = damping
+        if own_damping is None:
+            mean = float(block.trace()) / max(1, space.size)
+            own_damping = DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
+        solved |= space.split(block.solve(flat.mT, float(own_damping)).mT)
     return solved
-
-
-def _usual_damping(block: Operator) -> float:
-    mean = float(block.trace()) / max(1, block.space.size)
-    return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
 
 
 def _scores(parts: Sequence[Term], queries: Queries) -> Tensor:
@@ -218,3 +237,42 @@ def _place_scores(parts: Sequence[Term], queries: Queries) -> Tensor:
         raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
     at_places = lambda v: torch.cat([term.place_products(v).to(v) for term in parts], 1)
     return torch.stack([at_places(v) for some in pieces(queries) for v in some])
+
+
+def compress(queries: Tensor, rank: int | None) -> Queries:
+    """The nearest matrices of this rank (Q, *shape), nearly; the queries themselves where that takes no less memory.
+
+    By subspace iteration (Halko, Martinsson and Tropp 2011, arXiv:0909.4061, algorithm 4.4).
+    """
+    shape = tuple(queries.shape[1:])
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+    if rank is None or rank * (rows + columns) >= rows * columns:
+        return queries
+    matrices = queries.reshape(len(queries), rows, columns)
+    generator = torch.Generator().manual_seed(0)
+    width = min(rank + EXTRA, rows, columns)
+    start = torch.randn(columns, width, generator=generator, dtype=torch.float64, device="cpu").to(queries)
+    basis = qr(matmul(matrices, start))[0]
+    for _ in range(POWERS):
+        basis = qr(matmul(matrices, matmul(matrices.mT, basis)))[0]
+    within = matmul(basis.mT, matrices)
+    largest = psd_eigh(matmul(within, within.mT))[1][:, :, -rank:]
+    return LowRank(matmul(basis, largest), matmul(largest.mT, within), shape)
+
+
+def joined(parts: Sequence[Queries]) -> Queries:
+    """The queries of several batches, all kept alike."""
+    low = [part for part in parts if isinstance(part, LowRank)]
+    if not low:
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return LowRank(torch.cat([part.left for part in low]), torch.cat([part.right for part in low]), low[0].shape)
+
+
+def pieces(queries: Queries) -> Iterator[Tensor]:
+    """The queries (Q, *shape), a bounded number of entries at a time if they are built here."""
+    if isinstance(queries, Tensor):
+        yield queries
+        return
+    step = max(1, ENTRIES // math.prod(queries.shape))
+    for start in range(0, len(queries), step):
+        yield queries[start : start + step]

@@ -2,6 +2,5 @@
 
 In: a trained model, a loss that is a negative log-likelihood, the data. Out: a `LaplacePosterior` that predicts with
 the linearised model, gives the log marginal likelihood and draws parameters. `builder` makes the curvature of the
-summed loss (`curvature.matrices`), which `layered` adds a prior to, layer by layer; `outputs` carries the covariance
-over to the outputs.
+summed loss (`curvature.matrices`), which `layered` adds a prior to, layer by layer.
 """
