@@ -85,10 +85,8 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for name in dict.fromkeys(map(str, names)):
         fitting = [part for part in FIXED if part in name.lower()]
-        if fitting and (fixed := COLOURS[FIXED[max(fitting, key=len)]]) not in chosen.values():
-            chosen[name] = fixed
-        else:
-            chosen[name] = ""
+        fixed = COLOURS[FIXED[max(fitting, key=len)]] if fitting else ""
+        chosen[name] = "" if fixed in chosen.values() else fixed
     left = cycle([colour for colour in COLOURS if colour not in chosen.values()] or COLOURS)
     return {name: colour or next(left) for name, colour in chosen.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,7 +18,6 @@ Points = tuple[style.Array, style.Array]  # steps and values, (S,) each
 Run = dict[str, Points]  # the known values by key of the history
 
 
-@runtime_checkable
 class HasHistory(Protocol):
     """An optimizer."""
 
@@ -71,7 +70,7 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
     """
     several = isinstance(history, Mapping)
     items = style.require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
-    entries_by_name = {k: run.history if isinstance(run, HasHistory) else run for k, run in items.items()}
+    entries_by_name: dict[Any, Any] = {k: getattr(run, "history", run) for k, run in items.items()}
     runs = {str(name): _run(entries, str(name)) for name, entries in entries_by_name.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
     if not panels:

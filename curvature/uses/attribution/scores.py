@@ -23,7 +23,7 @@ from curvature.uses.attribution.eigenbases import Eigenbases
 
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients, or of queries of low rank, that are built at a time
-EXTRA, POWERS = 8, 1  # directions beyond the rank, and iterations, for singular values that fall slowly
+EXTRA = 8  # directions beyond the rank, for singular values that fall slowly
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,7 @@ def compress(queries: Tensor, rank: int | None) -> Queries:
     width = min(rank + EXTRA, rows, columns)
     start = torch.randn(columns, width, generator=generator, dtype=torch.float64, device="cpu").to(queries)
     basis = qr(matmul(matrices, start))[0]
-    for _ in range(POWERS):
-        basis = qr(matmul(matrices, matmul(matrices.mT, basis)))[0]
+    basis = qr(matmul(matrices, matmul(matrices.mT, basis)))[0]
     within = matmul(basis.mT, matrices)
     largest = psd_eigh(matmul(within, within.mT))[1][:, :, -rank:]
     return LowRank(matmul(basis, largest), matmul(largest.mT, within), shape)

@@ -68,8 +68,7 @@ def prune(
 
     Args:
         K: as for `saliencies`. With a `Diagonal` the others stay, and one of ones is magnitude pruning.
-        model: as for `saliencies`.
-        damping: as for `saliencies`.
+        model, damping: as for `saliencies`.
         sparsity: the share of zeros, 0 to 1, of all weights of K together: parameters with at least two dimensions.
             Or ``{name: share}``, which prunes these parameters alone, each for itself.
         rounds: in each, the same share of the weights that are left is removed.
@@ -80,8 +79,7 @@ def prune(
         ``torch.nn.utils.prune.custom_from_mask``.
 
     Raises:
-        ValueError: as for `saliencies`; a sparsity is not between 0 and 1, or K has no such parameter.
-        KeyError: as for `saliencies`.
+        ValueError, KeyError: as for `saliencies`; a sparsity is not between 0 and 1, or K has no such parameter.
         RuntimeError: conjugate gradients do not converge; more damping helps.
 
     The quadratic model holds near the parameters. To prune much, do it in steps: load the result, train on if you like,

@@ -46,10 +46,8 @@ def quantize(
         New parameters ``{name: tensor}`` for all of K, as for ``model.load_state_dict(..., strict=False)``.
 
     Raises:
-        ValueError: bits are not a whole number from 1 to 16, K has no such parameter, a block is singular or
-            indefinite with this damping, or too large to be built (a block of `ekfac`: take `kfac`); or as for
-            `saliencies`.
-        KeyError: a parameter of K is missing.
+        ValueError, KeyError: as for `saliencies`; bits are not a whole number from 1 to 16, K has no such parameter, or
+            a block is too large to be built (a block of `ekfac`: take `kfac`).
     """
     space = K.space
     bits_of = _bits(K, bits)
