@@ -20,7 +20,7 @@ ROUGHLY = 0.02
 def contradicts_differences(
     near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, size: float
 ) -> bool:
-    """Whether a Hessian's product with a direction is not the slope of the gradient, of which `near` tells by steps."""
+    """Whether a Hessian's product with a direction is not the gradient's slope; `near` gives value and gradient."""
 
     def slopes(length: float) -> tuple[Tensor, Tensor]:
         (up, after), (down, before) = near(length), near(-length)

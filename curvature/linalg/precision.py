@@ -109,12 +109,13 @@ def own_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
     if INSIDE.get() and not torch.is_autocast_enabled(x.device.type):
         return nullcontext()  # to enter a context costs more than a small product
-    stack = without_autocast([x.device])
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(x.device.type, enabled=False))
     stack.enter_context(full_precision())
     return stack
 
 
-def without_autocast(devices: Iterable[torch.device]) -> ExitStack:
+def without_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
     """Inside, autocast is off on devices of these kinds."""
     stack = ExitStack()
     for kind in dict.fromkeys(device.type for device in devices):

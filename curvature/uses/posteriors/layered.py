@@ -14,8 +14,8 @@ from curvature.operators import BlockDiagonal, Dense, Operator
 
 
 class Precision(Operator):
-    """``M + prior``, which is a number or (P,), and counts as exact: solves and draws take it as the damping of M,
-    whose eigenvalues may be so large that their rounding exceeds it."""
+    """``M + prior``. The prior, a number or (P,), counts as exact: solves and draws take it as the damping of M, whose
+    eigenvalues may be so large that their rounding exceeds it."""
 
     def __init__(self, curvature: Operator, prior: Tensor) -> None:
         super().__init__(curvature.space)
