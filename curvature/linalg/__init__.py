@@ -5,7 +5,6 @@ works (as given, in float64, on the CPU, with jitter); damped inverses from the 
 rounding errors. Nothing here knows about networks.
 """
 
-from curvature.linalg.block_lanczos import largest_eigenpairs
 from curvature.linalg.decompositions import (
     NotDefinite,
     careful_spd_inverse,
@@ -14,6 +13,7 @@ from curvature.linalg.decompositions import (
     damp_eigenvalues,
     eigenvalue_rounding,
     eigenvalues_of,
+    largest_eigenpairs,
     psd_eigh,
     psd_eighs,
     qr,

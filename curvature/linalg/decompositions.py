@@ -23,18 +23,7 @@ RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 
 
 class NotDefinite(ValueError):
-    """A matrix that should be positive definite is not, to working precision.
-
-    Args:
-        what: name of the matrix.
-        values: its eigenvalues, or the smallest one.
-        rounding: their uncertainty.
-        damping: the damping that did not suffice.
-
-    Attributes:
-        damping: likewise.
-        needed: a damping that suffices.
-    """
+    """A matrix is not positive definite to working precision with `damping`; `needed` would suffice."""
 
     def __init__(self, what: str, values: Tensor, rounding: Tensor, damping: float) -> None:
         indefinite = bool((values + damping < -rounding).any())
@@ -48,30 +37,37 @@ class NotDefinite(ValueError):
 
 
 def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:
-    """The result, one tensor or several, and a flag (): whether it is finite; None, and false, if the library raises.
-
-    Integers among the results are error codes, and have to be zero. The flag is on the device of the result: callers
-    collect flags, and `look` at them once.
-    """
+    """The result, one tensor or several, and a flag (): whether it is finite; None and false if the library raises."""
     try:
         found = decompose()
     except RuntimeError as error:
-        if not _is_of_a_library(error):
+        known = isinstance(error, torch.linalg.LinAlgError | NotImplementedError)  # it may not exist for the device
+        if not known and not any(library in str(error).lower() for library in LIBRARIES):
             raise
         return None, torch.zeros((), dtype=torch.bool, device="cpu")
     tensors = [found] if isinstance(found, Tensor) else list(found)
     # sums are quick; where those of finite entries overflow, the next attempt is looked at entry by entry
     fine = reduce(torch.add, (x.sum() for x in tensors if x.is_floating_point())).isfinite()
-    return found, reduce(lambda ok, code: ok & ~code.any(), (x for x in tensors if not x.is_floating_point()), fine)
+    codes = (x for x in tensors if not x.is_floating_point())
+    return found, reduce(lambda ok, code: ok & ~code.any(), codes, fine)
 
 
-def _first_good(decompose: Callable[[Tensor], Any], attempts: Iterable[Tensor]) -> tuple[int, Any]:
-    """The ladder: the number of the first attempt whose result is finite, and this result; -1 and None without one."""
+def _first_good(
+    decompose: Callable[[Tensor], Any], attempts: Iterable[Tensor], like: Tensor, failure: str
+) -> tuple[Tensor, Tensor]:
+    """The ladder: the first result that is finite."""
     for k, attempt in enumerate(attempts):
         found, ok = try_decompose(partial(decompose, attempt))
         if found is not None and (bool(ok) or all(bool(x.isfinite().all()) for x in found)):
-            return k, found
-    return -1, None
+            if k:
+                count_recovery("retried")
+            return found[0].to(like), found[1].to(like)
+    raise torch.linalg.LinAlgError(failure)
+
+
+def _first_or_nan(matrix: Tensor, decompose: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    found, ok = try_decompose(decompose)
+    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
 
 
 def _with_jitter(matrix: Tensor) -> Iterator[Tensor]:
@@ -82,32 +78,15 @@ def _with_jitter(matrix: Tensor) -> Iterator[Tensor]:
     return (here + share * jitter for share in (0.0, *RELATIVE_JITTERS))
 
 
-def _is_of_a_library(error: RuntimeError) -> bool:
-    """Whether an error says that a library of linear algebra failed, or has no such function for the device."""
-    known = isinstance(error, torch.linalg.LinAlgError | NotImplementedError)
-    return known or any(library in str(error).lower() for library in LIBRARIES)
-
-
 def _small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Matrices (..., d, d), small ones of accelerators as copies on the host: there `eigh` waits at each call."""
-    away = {
-        k: matrix
-        for k, matrix in enumerate(matrices)
-        if matrix.device.type not in SHARED_MEMORY and matrix.shape[-1] <= HOST_MAX_SIDE
-    }
-    copies = dict(zip(away, to_host(list(away.values())), strict=True))
-    return [copies[k].to(matrix.dtype) if k in copies else matrix for k, matrix in enumerate(matrices)]
+    away = [x.device.type not in SHARED_MEMORY and x.shape[-1] <= HOST_MAX_SIDE for x in matrices]
+    copies = iter(to_host([x for x, is_away in zip(matrices, away, strict=True) if is_away]))
+    return [next(copies).to(x.dtype) if is_away else x for x, is_away in zip(matrices, away, strict=True)]
 
 
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
-
-    If that fails or is not finite, each matrix is retried alone: as given, in float64 on the CPU, then with more and
-    more on the diagonal.
-
-    Raises:
-        torch.linalg.LinAlgError: every attempt failed.
-    """
+    """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d)."""
     return symmetric_eighs([matrix])[0]
 
 
@@ -144,29 +123,18 @@ def _careful_eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 def _careful_eigh_of_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
     is_finite = bool(matrix.isfinite().all())
-    k, found = _first_good(torch.linalg.eigh, [matrix, *_with_jitter(matrix)] if is_finite else [])
-    if found is None:
-        state = "also in float64, on the CPU and with jitter" if is_finite else "for it is not finite"
-        raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
-    if k:
-        count_recovery("retried")
-    return found[0].to(matrix), found[1].to(matrix)
+    attempts = [matrix, *_with_jitter(matrix)] if is_finite else []
+    state = "also in float64, on the CPU and with jitter" if is_finite else "for it is not finite"
+    failure = f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}"
+    return _first_good(torch.linalg.eigh, attempts, matrix, failure)
 
 
 @full_precision()
 def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and R of (..., m, n); if that fails or is not finite, in float64, then on the CPU.
-
-    Raises:
-        torch.linalg.LinAlgError: every attempt failed.
-    """
+    """Q and R of (..., m, n); if that fails or is not finite, in float64, then on the CPU."""
     attempts = (lambda: matrix, lambda: widen(matrix), lambda: matrix.cpu().double())
-    k, found = _first_good(torch.linalg.qr, (make() for make in attempts))
-    if found is None:
-        raise torch.linalg.LinAlgError(f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU")
-    if k:
-        count_recovery("retried")
-    return found[0].to(matrix), found[1].to(matrix)
+    failure = f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU"
+    return _first_good(torch.linalg.qr, (make() for make in attempts), matrix, failure)
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,44 +150,30 @@ def psd_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 @full_precision()
 def try_orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Q of a QR decomposition (m, n), m >= n, and a flag () as for `try_cholesky`."""
-    found, ok = try_decompose(partial(torch.linalg.qr, matrix))
-    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
+    return _first_or_nan(matrix, partial(torch.linalg.qr, matrix))
 
 
 @full_precision()
 def try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Cholesky factors of symmetric matrices (..., d, d), and a flag (): whether all are positive definite.
-
-    Where the flag is false, the factors are of no use, and may not be numbers.
-    """
-    found, ok = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
-    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
+    """Cholesky factors of matrices (..., d, d), and a flag (): whether all are positive definite, else of no use."""
+    return _first_or_nan(matrix, partial(torch.linalg.cholesky_ex, matrix))
 
 
 @full_precision()
 def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`.
-
-    What is above the diagonal is not looked at.
-    """
-
+    """Inverses from lower triangles (g, d, d), row by row in memory, and a flag () as for `try_cholesky`."""
     factor = partial(torch.linalg.cholesky_ex, matrix)
 
     def decompose() -> tuple[Tensor, ...]:
         root, error = factor()
-        return root, error, torch.cholesky_inverse(root)
+        return torch.cholesky_inverse(root).mT, root, error
 
-    found, ok = try_decompose(decompose)
-    return torch.full_like(matrix, math.nan) if found is None else found[2].mT, ok
+    return _first_or_nan(matrix, decompose)
 
 
 @full_precision()
 def careful_spd_inverse(matrix: Tensor) -> Tensor:
-    """`try_spd_inverse` after a first failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding.
-
-    Raises:
-        torch.linalg.LinAlgError: every attempt failed.
-    """
+    """`try_spd_inverse` after a failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding."""
     count_recovery("retried")
     double = matrix.cpu().double()
     found, ok = try_spd_inverse((double + double.mT) / 2)
@@ -237,19 +191,7 @@ def eigenvalue_rounding(largest: Tensor) -> Tensor:
 
 
 def damp_eigenvalues(values: Tensor, rounding: Tensor, damping: float, what: str) -> Tensor:
-    """Eigenvalues plus damping, all positive.
-
-    An eigenvalue within `rounding` of zero counts as zero if negative; the damping must then exceed the rounding.
-
-    Args:
-        values: eigenvalues, of any shape.
-        rounding: their uncertainty, broadcast to `values`; zero if they are exact.
-        damping: in the units of `values`.
-        what: name of the matrix in the error.
-
-    Raises:
-        NotDefinite: the damped matrix is singular or indefinite to working precision.
-    """
+    """Eigenvalues plus damping, all positive; one within `rounding` of zero counts as zero if it is negative."""
     unsure = values.abs() <= rounding
     trusted = torch.where(unsure, torch.zeros_like(values), values)
     if not (trusted + damping > rounding / ROUNDING_FACTOR).all():
@@ -259,15 +201,7 @@ def damp_eigenvalues(values: Tensor, rounding: Tensor, damping: float, what: str
 
 @full_precision()
 def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
-    """Lower triangular L with ``L L^T = matrix + damping I``, for a symmetric (d, d) matrix.
-
-    Rounding often lets Cholesky's algorithm succeed on a singular matrix, and its solutions are then noise. A few steps
-    of inverse iteration therefore estimate the extreme eigenvalues, and `damp_eigenvalues` decides.
-
-    Raises:
-        NotDefinite: not positive definite to working precision.
-        torch.linalg.LinAlgError: positive definite, but Cholesky's algorithm fails even with jitter.
-    """
+    """Lower triangular L with ``L L^T = matrix + damping I``, for a symmetric (d, d) matrix."""
     damped = matrix.clone()
     damped.diagonal().add_(damping)
     root, ok = try_cholesky(damped)
@@ -277,6 +211,7 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
         if not bool((values + damping > rounding / ROUNDING_FACTOR).all()):
             raise NotDefinite(what, values, rounding, damping)
         return cholesky_with_jitter(damped, what)
+    # Cholesky's algorithm often succeeds on a singular matrix, because of rounding; its solutions are then noise.
     least, largest = _extremes(damped, root)
     damp_eigenvalues(least - damping, eigenvalue_rounding(largest), damping, what)
     return root
@@ -303,12 +238,51 @@ def _extremes(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / small.norm(dim=0).max(), large.norm(dim=0).max()
 
 
-def symmetrize(matrix: Tensor, what: str) -> Tensor:
-    """``(M + M^T) / 2`` of matrices (..., d, d) that are symmetric up to rounding.
+def largest_eigenpairs(
+    product: Callable[[Tensor], Tensor], starts: Tensor, rtol: float | None = None, max_products: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest eigenvalues, ascending, and eigenvectors (P, k), from random columns (P, k) and products alone.
 
-    Raises:
-        ValueError: an entry differs from its mirror image by more than sqrt(eps) times the largest entry.
+    Block Lanczos with full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10): multiplicities up
+    to k are found, and a residual ``||M u - theta u||`` bounds the distance from theta to an eigenvalue.
     """
+    size, k = starts.shape
+    rtol = torch.finfo(starts.dtype).eps ** 0.5 if rtol is None else rtol
+    most = min(size, max(300, 20 * k) if max_products is None else max_products)
+    block = qr(starts)[0]
+    basis = image = block[:, :0]
+    core = basis.mT @ image
+    while True:
+        basis, image = torch.cat([basis, block], 1), torch.cat([image, product(block)], 1)
+        border = basis.mT @ image[:, -block.shape[1] :]
+        core = torch.cat([torch.cat([core, border[: len(core)].mT]), border], 1)
+        values, rotation = symmetric_eigh(core)
+        values, rotation = values[-k:], rotation[:, -k:]
+        vectors = basis @ rotation
+        scale = torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
+        residual = ((image @ rotation - values * vectors) / scale).norm(dim=0).max()  # squares may underflow
+        if residual <= rtol or basis.shape[1] == size:
+            return values, vectors
+        if basis.shape[1] >= most:
+            raise RuntimeError(
+                f"lanczos reached a relative residual of {float(residual):.3g}, not {rtol:.3g}, with {basis.shape[1]} "
+                "products: allow more by lanczos_eigenvalues(..., max_products=), or a larger rtol"
+            )
+        block = _next_block(basis, image[:, -block.shape[1] :])
+
+
+def _next_block(basis: Tensor, image: Tensor) -> Tensor:
+    """Orthonormal columns that span the part of `image` outside the basis; if there is none, rounding supplies some."""
+    width = min(image.shape[1], len(basis) - basis.shape[1])
+    for _ in range(2):
+        for _ in range(2):  # rounding leaves a rest after the first time
+            image = image - basis @ (basis.mT @ image)
+        image = qr(image)[0][:, :width]
+    return image
+
+
+def symmetrize(matrix: Tensor, what: str) -> Tensor:
+    """``(M + M^T) / 2`` of matrices (..., d, d) that are symmetric up to sqrt(eps) times the largest entry."""
     if not matrix.numel() or _is_symmetric(matrix):
         return matrix
     allowed = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax((-2, -1), keepdim=True)
@@ -329,11 +303,6 @@ def _is_symmetric(matrix: Tensor) -> bool:
 
 
 def require_finite(number: float) -> float:
-    """The number as a float.
-
-    Raises:
-        ValueError: it is infinite or nan.
-    """
     if not math.isfinite(number):
         raise ValueError(f"a matrix times or plus {number} is not a matrix")
     return float(number)

@@ -1,4 +1,9 @@
-"""Second derivatives beside differences of gradients."""
+"""Second derivatives beside differences of gradients.
+
+Differences decide only if gradients are those of the function (not of a straight-through estimator), and if two lengths
+give the same: with kinks, or too many digits lost, they do not. Lengths are short, because over a long way the jumps of
+many kinks add up to a curvature of their own, so all is to be in double precision.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-STEP = 1e-6  # the shorter length, of the size of the point
+STEP = 1e-6  # the shorter length, of the size of the point in units of the direction
 ROUGHLY = 0.02
 
 
 def contradicts_differences(
     near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, size: float
 ) -> bool:
-    """Whether a Hessian's product with a direction is not the slope of the gradient.
-
-    Differences decide only if gradients are those of the function (not of a straight-through estimator), and if two
-    lengths give the same: with kinks, or too many digits lost, they do not. Lengths are short, because over a long way
-    the jumps of many kinks add up to a curvature of their own, so all is to be in double precision.
-
-    Args:
-        near: from a multiple of the direction to the function and its gradient there.
-        slope: the gradient's inner product with the direction.
-        product: the Hessian's product with it, of the gradient's shape.
-        size: of the point, in units of the direction.
-    """
+    """Whether a Hessian's product with a direction is not the gradient's slope; `near` gives value and gradient."""
 
     def slopes(length: float) -> tuple[Tensor, Tensor]:
         (up, after), (down, before) = near(length), near(-length)

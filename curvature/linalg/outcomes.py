@@ -16,16 +16,14 @@ from torch import Tensor
 
 from curvature.linalg.devices import widen
 
+# "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
+# every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
 RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
 
 
 @contextmanager
 def recovery_counts() -> Iterator[Counter[str]]:
-    """Count the failures inside the context that were recovered from.
-
-    "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
-    every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
-    """
+    """Count the failures inside the context that were recovered from."""
     counts: Counter[str] = Counter()
     token = RECOVERIES.set(counts)
     try:
@@ -36,8 +34,7 @@ def recovery_counts() -> Iterator[Counter[str]]:
 
 def count_recovery(what: str) -> None:
     """Add one to an entry of `recovery_counts`."""
-    counts = RECOVERIES.get()
-    if counts is not None:
+    if (counts := RECOVERIES.get()) is not None:
         counts[what] += 1
 
 

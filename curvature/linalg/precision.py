@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from curvature.linalg.devices import stack, widen
 
 INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  # of this thread
-
-
 CUDNN: Any = torch.backends.cudnn
 MKLDNN: Any = torch.backends.mkldnn
 # torch's switches, one for each operator and library
@@ -28,61 +25,49 @@ EXACT = "none", "ieee"
 OPERATORS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
 
 
-def _if_readable(read: Callable[[], Any]) -> Any:
-    """A setting of torch's older kind; None where it contradicts those of the newer kind, so that torch raises."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
+def _set(operators: Sequence[str], products: str | None, cudnn: bool | None) -> None:
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    if cudnn is not None:
+        torch._C._set_cudnn_allow_tf32(cudnn)  # the attribute refuses after `disable_global_flags()`
+    for one, precision in zip(OPERATORS, operators, strict=True):
+        if one.fp32_precision != precision:
+            one.fp32_precision = precision
 
 
-@dataclass
-class Settings:
-    """Torch's settings of both kinds. If only one kind is set, reading the other raises."""
-
-    operators: list[str] = field(default_factory=lambda: [one.fp32_precision for one in OPERATORS])
-    products: str | None = field(default_factory=lambda: _if_readable(_older_precision_of_products))
-    cudnn: bool | None = field(default_factory=lambda: _if_readable(lambda: CUDNN.allow_tf32))
-
-    def apply(self) -> None:
-        if self.products is not None:
-            torch.set_float32_matmul_precision(self.products)
-        if self.cudnn is not None:
-            torch._C._set_cudnn_allow_tf32(self.cudnn)  # the attribute refuses after `disable_global_flags()`
-        for one, precision in zip(OPERATORS, self.operators, strict=True):
-            if one.fp32_precision != precision:
-                one.fp32_precision = precision
-
-    def exact(self) -> Settings:
-        """These without rounding; what cannot be read is not set either."""
-        lowest = lambda setting, exact: None if setting is None else exact
-        return Settings(["ieee"] * len(self.operators), lowest(self.products, "highest"), lowest(self.cudnn, False))
-
-
-def _older_precision_of_products() -> str:
-    return torch.get_float32_matmul_precision() if torch.backends.cuda.matmul.allow_tf32 is not None else ""
-
-
-@dataclass
 class Switch:
-    """The settings are the process's: the first thread that enters changes them, the last that leaves restores them."""
+    """The settings are the process's: the first thread that enters changes them, the last that leaves restores them.
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    entered: int = 0
-    before: Settings | None = None
+    Of torch's older kind there are one for products and one for cuDNN. Reading them raises where they contradict those
+    of the newer kind; then they are not set either.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.entered = 0
+        self.operators: list[str] = []
+        self.products: str | None = None
+        self.cudnn: bool | None = None
 
     def enter(self) -> None:
         with self.lock:
             if not self.entered:
-                self.before = Settings()
-                self.before.exact().apply()
+                self.operators = [one.fp32_precision for one in OPERATORS]
+                self.products = self.cudnn = None
+                with suppress(RuntimeError):
+                    _ = torch.backends.cuda.matmul.allow_tf32  # raises where the next line does not
+                    self.products = torch.get_float32_matmul_precision()
+                with suppress(RuntimeError):
+                    self.cudnn = CUDNN.allow_tf32
+                exact = ["ieee"] * len(OPERATORS)
+                _set(exact, self.products and "highest", None if self.cudnn is None else False)
             self.entered += 1
 
     def leave(self) -> None:
         with self.lock:
             self.entered -= 1
-            if not self.entered and self.before is not None:
-                self.before.apply()
+            if not self.entered:
+                _set(self.operators, self.products, self.cudnn)
 
 
 SWITCH = Switch()
@@ -90,16 +75,12 @@ SWITCH = Switch()
 
 @contextmanager
 def full_precision(operators: Sequence[Operator] = ALL) -> Iterator[None]:
-    """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that.
-
-    Other threads compute in full precision meanwhile, too. Nothing is switched where none of the operators inside would
-    round.
-    """
+    """Switch off TF32 and bfloat16, which keep three digits, in all threads if one of the operators would round."""
     if INSIDE.get():
         yield
         return
     # settings that another thread has switched may be switched back meanwhile
-    is_switched = bool(SWITCH.entered) or _round(operators)
+    is_switched = bool(SWITCH.entered) or _any_rounds(operators)
     if is_switched:
         SWITCH.enter()
     token = INSIDE.set(True)
@@ -111,8 +92,8 @@ def full_precision(operators: Sequence[Operator] = ALL) -> Iterator[None]:
             SWITCH.leave()
 
 
-def _round(operators: Sequence[Operator]) -> bool:
-    """Whether one of them does on a device that there is; torch's setting for cuDNN is TF32 from the start."""
+def _any_rounds(operators: Sequence[Operator]) -> bool:
+    """Whether one does on a device that there is; torch's setting for cuDNN is TF32 from the start."""
     kinds = ("cuda", "mkldnn") if torch.accelerator.is_available() else ("mkldnn",)
     return any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in operators if one[0] in kinds)
 
@@ -149,18 +130,13 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def rounding_tolerance(x: Tensor) -> float:
-    """Relative difference that rounding explains, even if parts of the model compute in single precision.
-
-    A wrong candidate differs by the spread of the random weights, far more than this.
-    """
+    """Relative difference that rounding explains, even if parts of the model compute in single precision."""
     return max(float(torch.finfo(x.dtype).eps), float(torch.finfo(torch.float32).eps)) ** 0.5
 
 
 def noise_floor(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Norm () below which a tensor is rounding noise, given all of its kind: a gradient may cancel to zero.
-
-    In half precision less than a hundred roundings: nearly everything would be noise, and no check would fail.
-    """
+    """Norm () below which a tensor is rounding noise, given all of its kind: a gradient may cancel to zero."""
+    # in half precision less than a hundred roundings: nearly everything would be noise, and no check would fail
     share = lambda eps: min(100 * eps, eps**0.5 / 4)
     found = [widen(share(torch.finfo(t.dtype).eps) * t.norm()) for t in tensors if t is not None]
     return stack(found).amax() if found else torch.zeros((), device="cpu")

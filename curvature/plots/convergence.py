@@ -32,9 +32,6 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
         ax: axes to draw into; None for a new figure.
         exact: the true value, in the same form. The error is ``|estimate - exact| / |exact|`` over all entries.
 
-    Returns:
-        The axes.
-
     Raises:
         TypeError: not dicts of numbers or, with `exact`, of matrices.
         ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero, not
@@ -51,9 +48,8 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
         points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
         middle, low, high = np.array(list(points.values())).reshape(-1, 3).T
         label = style.label_with_note(name, style.describe_hidden(np.concatenate(list(rows.values()))))
-        (line,) = ax.plot(
-            list(points), middle, **style.line_style(index, shades[name]), marker="o", markersize=4, label=label
-        )
+        options = style.line_style(index, shades[name])
+        (line,) = ax.plot(list(points), middle, **options, marker="o", markersize=4, label=label)
         if any(row.size > 1 for row in shown.values()):
             ax.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, lw=0)
         heights += [error * math.sqrt(k) for k, error in zip(points, middle, strict=True)]
@@ -61,13 +57,12 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
     if heights and len(counts) > 1:
         guide = np.exp(np.mean(np.log(heights))) / np.sqrt(counts)
         ax.plot(counts, guide, ":", color="grey", lw=1.2, label="slope of 1 / sqrt(k)", zorder=1)
-    ylabel = "error" if exact is None else "relative error (Frobenius)"
     style.log_scale(ax, "x", "y")
-    ax.set(xlabel="number of vectors k", ylabel=ylabel)
+    ax.set(xlabel="number of vectors k", ylabel="error" if exact is None else "relative error (Frobenius)")
     if len(counts) <= MAX_TICKS:
         ax.set_xticks(counts, [f"{k:g}" for k in counts])
         ax.xaxis.set_minor_locator(NullLocator())
-    style.grid(ax)
+    ax.grid(alpha=0.3)
     style.legend(ax, "line: median, band: all seeds")
     return ax
 
@@ -88,9 +83,6 @@ def drift(
         epochs: one per value; by default 0, 1, 2, ...
         ax: axes to draw into; None for a new figure.
         quantity: the quantity and its unit, for the axis label.
-
-    Returns:
-        The axes.
 
     Raises:
         TypeError: not a dict of numbers; for a matrix, give its trace or another number.
@@ -123,9 +115,6 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
             once: they hold the model, not its matrix.
         epochs: one per matrix; by default 0, 1, 2, ...
         ax: axes to draw into; None for a new figure.
-
-    Returns:
-        The axes.
 
     Raises:
         TypeError: not a dict of lists of matrices.
@@ -177,7 +166,7 @@ def _given_errors(row: Any, what: str) -> style.Array:
 
 
 def _distance_to(exact: Any) -> Callable[[Any, str], style.Array]:
-    """Return a function that gives the relative errors of an estimate or a list of them."""
+    """A function that gives the relative errors of an estimate or a list of them."""
     target = _entries(exact, "exact")
     norm = np.linalg.norm(target)
     if not (norm > 0 and math.isfinite(norm)):
@@ -194,10 +183,8 @@ def _distance_to(exact: Any) -> Callable[[Any, str], style.Array]:
 
 
 def _epochs(lengths: Mapping[str, int], epochs: Any) -> style.Array:
-    """The epochs, one per value."""
-    different = len(set(lengths.values())) > 1
     x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else style.to_vector(epochs, "epochs")
-    if different or x.size not in lengths.values() or not x.size:
+    if set(lengths.values()) != {x.size} or not x.size:
         counts = ", ".join(f"{count} for {name}" for name, count in lengths.items())
         given = "" if epochs is None else f" and {x.size} epochs"
         raise ValueError(f"expected as many values for each matrix as there are epochs, found {counts}{given}")
@@ -208,13 +195,15 @@ def _draw_epochs(ax: Axes, index: int, x: style.Array, y: style.Array, label: st
     ax.plot(x, y, **style.line_style(index, colour), marker="o" if x.size < 50 else None, markersize=4, label=label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    style.grid(ax)
+    ax.grid(alpha=0.3)
 
 
 def _entries(matrix: Any, what: str, like: Any = None) -> style.Array:
     """All entries, flattened; those of a dict in the order of its names, or of those of `like` if that is a dict."""
-    if isinstance(matrix, Operator | Estimate):
-        matrix = matrix.to_dense() if isinstance(matrix, Operator) else matrix.value
+    if isinstance(matrix, Operator):
+        matrix = matrix.to_dense()
+    elif isinstance(matrix, Estimate):
+        matrix = matrix.value
     parts = [matrix]
     if isinstance(matrix, Mapping):
         names = like if isinstance(like, Mapping) else matrix

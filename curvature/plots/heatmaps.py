@@ -80,10 +80,10 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
             "may be a module that holds several, or give axes"
         )
     axes = axes_grid(ax, list(chosen), ["A", "B"])
-    for name, block, pair in zip(chosen, chosen.values(), axes, strict=True):
+    for (name, block), (left, right) in zip(chosen.items(), axes, strict=True):
         (A, unit_of_A), (B, unit_of_B) = _factors_with_units(block)
-        _draw_factor(pair[0], A, f"{name}: A", "input", unit_of_A)
-        _draw_factor(pair[1], B, f"{name}: B", "output", unit_of_B)
+        _draw_factor(left, A, f"{name}: A", "input", unit_of_A)
+        _draw_factor(right, B, f"{name}: B", "output", unit_of_B)
     if ax is None and left_out:
         axes[0, 0].figure.suptitle("without Kronecker factors: " + ", ".join(left_out), fontsize="small", wrap=True)
     return axes
@@ -132,7 +132,7 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
 
 
 def _entries(M: Operator | Tensor, what: str) -> Array:
-    """The matrix as a checked array; `what` names it in errors."""
+    """The matrix as a checked array."""
     if not isinstance(M, Operator | Tensor):
         raise TypeError(f"{what}: expected an operator of curvature or a tensor, found {type(M).__name__}")
     entries = to_array(M.to_dense() if isinstance(M, Operator) else M, what)
@@ -186,15 +186,13 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
     if not isinstance(M, Operator):
         ax.set(xlabel="column", ylabel="row" if rows else "")
         return
-    spans = spans_of(M.space)
-    sizes = [size for _, size in spans]
+    layers, sizes = zip(*spans_of(M.space), strict=True)
     _boundaries(ax, sizes)
-    ends = np.cumsum(sizes)
+    middles = np.cumsum(sizes) - np.divide(sizes, 2) - 0.5
     positions: dict[str, float] = {}
-    for k in sorted(range(len(spans)), key=lambda k: -sizes[k]):
-        position = float(ends[k] - sizes[k] / 2 - 0.5)
-        if all(abs(position - other) >= MIN_LABEL_GAP * ends[-1] for other in positions.values()):
-            positions[spans[k][0]] = position
+    for k in np.argsort(np.negative(sizes), kind="stable"):
+        if all(abs(middles[k] - other) >= MIN_LABEL_GAP * sum(sizes) for other in positions.values()):
+            positions[layers[k]] = float(middles[k])
     ticks, names = list(positions.values()), list(positions)
     kind = "layer" if set(names) - set(M.space.names) else "parameter"
     ax.set(xlabel=kind, ylabel=kind if rows else "")
@@ -206,13 +204,10 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
 def _factors_with_units(block: Kronecker | EigenKronecker) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
     if isinstance(block, Kronecker):
         return (block.A, "[activation²]"), (block.B, "[loss / output²]")
+    in_basis = lambda V, values: values if V is None else V * values.unsqueeze(1) @ V.mT
     mean = block.values.mean((1, 2)).unsqueeze(1)
-    A = _in_basis(block.column_vectors, block.values.mean(1))
-    return (A, CURVATURE_UNIT), (_in_basis(block.row_vectors, block.values.mean(2) / mean), "[of the mean]")
-
-
-def _in_basis(vectors: Tensor | None, values: Tensor) -> Tensor:
-    return values if vectors is None else vectors * values.unsqueeze(1) @ vectors.mT
+    A = in_basis(block.column_vectors, block.values.mean(1))
+    return (A, CURVATURE_UNIT), (in_basis(block.row_vectors, block.values.mean(2) / mean), "[of the mean]")
 
 
 def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecker | EigenKronecker], list[str]]:
@@ -220,19 +215,17 @@ def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecke
     if not isinstance(kfac, Operator):
         raise TypeError(f"kfac: expected what curvature.kfac returns, or a block of it, found {type(kfac).__name__}")
     layers = layers_of(kfac)
-    chosen = {
-        name: block
-        for name, block in layers.items()
-        if layer is None or any(f"{inner}.".startswith(f"{layer}.") for inner in block.space.names)
-    }
+    is_below = lambda name: layer is None or f"{name}.".startswith(f"{layer}.")
+    chosen = {name: block for name, block in layers.items() if any(map(is_below, block.space.names))}
     if not chosen:
         raise ValueError(f"layer: none is called {layer!r}; there are {', '.join(layers)}")
-    factored = {name: block for name, block in chosen.items() if isinstance(block, Kronecker | EigenKronecker)}
-    if not factored:
+    factored = {name: block for name, block in layers.items() if isinstance(block, Kronecker | EigenKronecker)}
+    shown = {name: block for name, block in factored.items() if name in chosen}
+    if not shown:
         kinds = ", ".join(f"{name} ({type(block).__name__})" for name, block in chosen.items())
-        have = [name for name, block in layers.items() if isinstance(block, Kronecker | EigenKronecker)]
-        raise ValueError(f"no Kronecker factors A and B in {kinds}; layers that have them: {', '.join(have) or 'none'}")
-    return factored, [name for name in chosen if name not in factored]
+        have = ", ".join(factored) or "none"
+        raise ValueError(f"no Kronecker factors A and B in {kinds}; layers that have them: {have}")
+    return shown, [name for name in chosen if name not in shown]
 
 
 def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) -> None:

@@ -32,9 +32,6 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
             eigenvalues, which count as exact. Or a tensor of eigenvalues, (P,).
         ax: axes to draw into; None for a new figure.
 
-    Returns:
-        The axes.
-
     Raises:
         TypeError: any other type.
         ValueError: no eigenvalues, a tensor that looks like a matrix instead of its eigenvalues, or an operator too
@@ -58,7 +55,7 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
         ax.plot(np.arange(1, shown.size + 1), shown, **options, marker=marker, label=label)
     style.log_scale(ax, "x", "y")
     ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {style.CURVATURE_UNIT}")
-    style.grid(ax)
+    ax.grid(alpha=0.3)
     style.legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
     return ax
 
@@ -74,9 +71,6 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
             with ten vectors; for a matrix-free operator, 80 passes over the data); or the result of that function,
             ``(grid, density)``, (G,) each; or a dict of them by name, one line each.
         ax: axes to draw into, which may already show another density; None for a new figure.
-
-    Returns:
-        The axes.
 
     Raises:
         TypeError: neither an operator nor a pair (grid, density), or not axes.
@@ -97,14 +91,13 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
         limits += [_lowest_peak(y) / 10, 3 * y.max()]
     ax.set_ylim(min(limits), max(limits))
     ax.set(xlabel=f"eigenvalue {style.CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
-    style.grid(ax)
+    ax.grid(alpha=0.3)
     if by_name:
         style.legend(ax)
     return ax
 
 
 def _density(item: Any, name: str) -> tuple[style.Array, style.Array]:
-    """The checked grid and density."""
     pair = operators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
@@ -136,8 +129,8 @@ def _eigenvalues(item: Any, name: str) -> tuple[style.Array, style.Array]:
     if not entries.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
     # The diagonal of a weight is two-dimensional, too, but hardly ever symmetric.
-    shape = entries.shape
-    if entries.ndim == 2 and entries.any() and shape == shape[::-1] != (1, 1) and np.allclose(entries, entries.T):
+    is_square = entries.ndim == 2 and entries.shape == entries.shape[::-1] != (1, 1)
+    if is_square and entries.any() and np.allclose(entries, entries.T):
         raise ValueError(
             f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
             "operator or torch.linalg.eigvalsh of the matrix; if it is a diagonal after all, flatten it"
@@ -148,13 +141,12 @@ def _eigenvalues(item: Any, name: str) -> tuple[style.Array, style.Array]:
 def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
     """Eigenvalues and their rounding errors; by default those of a decomposition that mixes all eigenvalues."""
     if isinstance(matrix, BlockDiagonal):
-        parts = [_spectrum(block) for block in matrix.blocks.values()]
-        values, rounding = (torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=True))
-        return values, rounding
+        values, rounding = zip(*map(_spectrum, matrix.blocks.values()), strict=True)
+        return torch.cat([part.flatten() for part in values]), torch.cat([part.flatten() for part in rounding])
     if isinstance(matrix, Diagonal):
         return matrix.values, torch.zeros_like(matrix.values)
     if isinstance(matrix, Kronecker | EigenKronecker):
         eigen = matrix.eigen if isinstance(matrix, Kronecker) else matrix
         return eigen.values, eigen.rounding
-    values = matrix.eigenvalues()
-    return values, eigenvalue_rounding(values.abs().max()).expand(values.shape)
+    found = matrix.eigenvalues()
+    return found, eigenvalue_rounding(found.abs().max()).expand(found.shape)

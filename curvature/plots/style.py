@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, groupby
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -85,10 +85,8 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for name in dict.fromkeys(map(str, names)):
         fitting = [part for part in FIXED if part in name.lower()]
-        if fitting and (fixed := COLOURS[FIXED[max(fitting, key=len)]]) not in chosen.values():
-            chosen[name] = fixed
-        else:
-            chosen[name] = ""
+        fixed = COLOURS[FIXED[max(fitting, key=len)]] if fitting else ""
+        chosen[name] = "" if fixed in chosen.values() else fixed
     left = cycle([colour for colour in COLOURS if colour not in chosen.values()] or COLOURS)
     return {name: colour or next(left) for name, colour in chosen.items()}
 
@@ -106,11 +104,6 @@ def ordered_line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
         return [line_style(index, colour) for index, colour in enumerate(colours(names).values())]
     shades = np.linspace(0, 0.92, len(names))  # the last colours are too pale
     return [{"color": colormaps["viridis"](shade), "lw": 1.2} for shade in shades]
-
-
-def grid(ax: Axes) -> None:
-    """Faint lines at the labelled ticks."""
-    ax.grid(True, which="major", alpha=0.3)
 
 
 def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
@@ -186,10 +179,7 @@ def module_of(names: Sequence[str]) -> str:
 
 
 def layers_of(matrix: Operator) -> dict[str, Operator]:
-    """The blocks by layer name, in the order of the parameters; a matrix without blocks counts as one.
-
-    Several blocks of one layer are named by their first parameter.
-    """
+    """The blocks by layer, in the order of the parameters; several of one layer are named by their first parameter."""
     if not isinstance(matrix, BlockDiagonal):
         return {module_of(matrix.space.names): matrix}
     names = list(matrix.space.names)
@@ -197,20 +187,13 @@ def layers_of(matrix: Operator) -> dict[str, Operator]:
     blocks = [part for block in ordered for part in getattr(block, "blocks", {"": block}).values()]
     modules = [module_of(block.space.names) for block in blocks]
     twice = {module for module, count in Counter(modules).items() if count > 1}
-    return {
-        block.space.names[0] if module in twice else module: block
-        for module, block in zip(modules, blocks, strict=True)
-    }
+    named = zip(modules, blocks, strict=True)
+    return {block.space.names[0] if module in twice else module: block for module, block in named}
 
 
 def spans_of(space: Space) -> list[tuple[str, int]]:
     """Names of the layers and their numbers of rows, in order; with a single layer, of its parameters."""
     parts = list(zip(space.names, space.sizes, strict=True))
-    merged: list[tuple[str, int]] = []
-    for name, size in parts:
-        module = module_of([name])
-        if merged and merged[-1][0] == module:
-            merged[-1] = module, merged[-1][1] + size
-        else:
-            merged.append((module, size))
+    modules = groupby(parts, lambda part: module_of(part[:1]))
+    merged = [(module, sum(size for _, size in group)) for module, group in modules]
     return merged if len(merged) > 1 else parts

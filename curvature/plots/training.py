@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,7 +18,6 @@ Points = tuple[style.Array, style.Array]  # steps and values, (S,) each
 Run = dict[str, Points]  # the known values by key of the history
 
 
-@runtime_checkable
 class HasHistory(Protocol):
     """An optimizer."""
 
@@ -71,17 +70,18 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
     """
     several = isinstance(history, Mapping)
     items = style.require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
-    entries_by_name = {k: run.history if isinstance(run, HasHistory) else run for k, run in items.items()}
+    entries_by_name: dict[Any, Any] = {k: getattr(run, "history", run) for k, run in items.items()}
     runs = {str(name): _run(entries, str(name)) for name, entries in entries_by_name.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
     if not panels:
         keys = dict.fromkeys(key for run in entries_by_name.values() for entry in run for key in entry)
         raise ValueError(f"history: nothing to draw: no values of {', '.join(PANELS)}; keys are {', '.join(keys)}")
-    axes = _axes(ax, panels)
-    names = list(runs) if several else None
+    size = PANEL_WIDTH, PANEL_HEIGHT + 0.6 / len(panels)  # room for the legend
+    axes = style.axes_grid(ax, panels, ["a panel"], size, sharex=True)[:, 0]
     for item, key in zip(axes, panels, strict=True):
-        PANELS[key](item, runs, names if item is axes[0] else None)
-        _mark_rejected(item, runs, several, item is axes[0])
+        is_first = item is axes[0]
+        PANELS[key](item, runs, several and is_first)
+        _mark_rejected(item, runs, several, is_first)
         _finish(item, np.concatenate([run["step"][0] for run in runs.values()]))
     if ax is None:
         for item in axes:
@@ -91,7 +91,7 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
 
 
 def _run(entries: Any, name: str) -> Run:
-    """The known values of a run, checked; `name` is used in errors."""
+    """The known values of a run, checked."""
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise TypeError(f"{name}: expected {EXPECTED_HISTORY}, found {type(entries).__name__}")
     if not entries:
@@ -110,70 +110,62 @@ def _run(entries: Any, name: str) -> Run:
     return run
 
 
-def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
-    size = PANEL_WIDTH, PANEL_HEIGHT + 0.6 / len(panels)  # room for the legend
-    return style.axes_grid(ax, panels, ["a panel"], size, sharex=True)[:, 0]
-
-
-def _curves(
-    ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None, key: str, label: str, log: bool = True
-) -> None:
-    """A line for each run, empty if its values are unknown, so that the legend has all of `names`."""
+def _curves(ax: Axes, runs: Mapping[str, Run], named: bool, key: str, label: str, log: bool = True) -> None:
+    """A line for each run, empty if its values are unknown, so that the legend has all names."""
     for index, (name, x, y, colour) in enumerate(_points(runs, key)):
         seen = np.isfinite(y) & ((y > 0) | (not log))
-        note = style.describe_hidden(y[~seen])
-        _draw(ax, index, colour, x, np.where(seen, y, np.nan), _label(name, names, len(runs), note))
+        _draw(ax, index, colour, x, np.where(seen, y, np.nan), _label(name, named, runs, y[~seen]))
     if log:
         _readable_log_scale(ax)
     ax.set_ylabel(label)
 
 
-def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+def _loss(ax: Axes, runs: Mapping[str, Run], named: bool) -> None:
     values = np.concatenate([run.get("loss", NO_POINTS)[1] for run in runs.values()])
     finite = values[np.isfinite(values)]
-    _curves(ax, runs, names, "loss", "loss", log=bool(finite.size and (finite > 0).all()))
+    _curves(ax, runs, named, "loss", "loss", log=bool(finite.size and (finite > 0).all()))
 
 
-def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+def _ratio(ax: Axes, runs: Mapping[str, Run], named: bool) -> None:
     for index, (name, x, y, colour) in enumerate(_points(runs, "ratio")):
         shown = np.clip(y, MIN_RATIO, MAX_RATIO)
-        _draw(ax, index, colour, x, shown, _label(name, names, len(runs), style.describe_hidden(y[np.isnan(y)])))
-        for beyond, arrow in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
+        _draw(ax, index, colour, x, shown, _label(name, named, runs, y[np.isnan(y)]))
+        arrows: dict[str, Any] = {"color": colour, "ms": 5 * _size_factor(x), "zorder": 3, "clip_on": False}
+        for beyond, marker in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
             if beyond.any():
-                options: dict[str, Any] = {"color": colour, "ls": "", "clip_on": False}
-                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _size_factor(x), zorder=3, **options)
+                ax.plot(x[beyond], shown[beyond], marker, **arrows)
     for value in RATIO_GUIDES:
         ax.axhline(value, color="grey", lw=1.0, ls="-" if value == 1 else ":", zorder=1)
     ax.set_ylim(MIN_RATIO, MAX_RATIO)
     ax.set_yticks([-1, 0, 1, 2])
-    between = [value for value in RATIO_GUIDES if value != 1]
-    ax.set_yticks(between, [f"{value:g}" for value in between], minor=True, fontsize="x-small", color="grey")
+    thresholds = RATIO_GUIDES[1:]
+    ax.set_yticks(thresholds, map(str, thresholds), minor=True, fontsize="x-small", color="grey")
     ax.set_ylabel("reduction ratio")
 
 
-def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+def _time(ax: Axes, runs: Mapping[str, Run], named: bool) -> None:
     marked: set[str] = set()
     for index, (name, x, seconds, colour) in enumerate(_points(runs, "seconds")):
         y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
-        label = _label(name, names, len(runs), style.describe_hidden(seconds[np.isnan(y)]))
+        label = _label(name, named, runs, seconds[np.isnan(y)])
         ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
         for key, (marker, size, text) in EVENT_MARKS.items():
             steps, happened = runs[name].get(key, NO_POINTS)
             there = np.isin(x, steps[happened > 0])
             if there.any():
-                options: dict[str, Any] = {"color": colour, "mfc": "none", "alpha": 0.8, "ms": size * _size_factor(x)}
-                ax.plot(x[there], y[there], marker, **options, label=None if key in marked else text)
+                marks: dict[str, Any] = {"color": colour, "mfc": "none", "alpha": 0.8, "ms": size * _size_factor(x)}
+                ax.plot(x[there], y[there], marker, **marks, label=None if key in marked else text)
                 marked.add(key)
         if np.isfinite(y).any():
             middle = float(np.nanmedian(y))
-            text = f"median {middle:.3g} ms" if len(runs) == 1 else f"{name}: median {middle:.3g} ms"
+            text = ("" if len(runs) == 1 else f"{name}: ") + f"median {middle:.3g} ms"
             options = style.line_style(index) | {"lw": 1.0, "zorder": 3, "color": "black"}  # on top of the run's points
             ax.plot([x.min(), x.max()], [middle, middle], **options, label=text)
     _readable_log_scale(ax)
     ax.set_ylabel("time per step\n[ms]")
 
 
-PANELS: dict[str, Callable[[Axes, Mapping[str, Run], Sequence[str] | None], None]] = {
+PANELS: dict[str, Callable[[Axes, Mapping[str, Run], bool], None]] = {
     "loss": _loss,
     "damping": partial(_curves, key="damping", label=f"damping\n{style.CURVATURE_UNIT}"),
     "step_size": partial(_curves, key="step_size", label="step size"),
@@ -182,11 +174,12 @@ PANELS: dict[str, Callable[[Axes, Mapping[str, Run], Sequence[str] | None], None
 }
 
 
-def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str | None:
-    """The legend of the first panel names all runs, the others only those with a note."""
-    if not note:
-        return name if names else None
-    return style.label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
+def _label(name: str, named: bool, runs: Mapping[str, Run], hidden: style.Array) -> str | None:
+    """The legend of the first panel names all of several runs, the others only those with a note."""
+    note = style.describe_hidden(hidden)
+    if note and len(runs) == 1 and not named:
+        return f"not shown: {note}"
+    return style.label_with_note(name, note) if named or note else None
 
 
 def _points(runs: Mapping[str, Run], key: str) -> Iterator[tuple[str, style.Array, style.Array, str]]:
@@ -237,7 +230,7 @@ def _finish(ax: Axes, steps: style.Array) -> None:
     ax.set_xlim(steps.min() - margin, steps.max() + margin)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.set_xlabel("step")
-    style.grid(ax)
+    ax.grid(alpha=0.3)
     drawn, texts = ax.get_legend_handles_labels()
     if texts:  # above the panel, much of which it would cover
         letters = ax.get_window_extent().width / ax.figure.dpi / LETTER_WIDTH

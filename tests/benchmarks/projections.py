@@ -20,7 +20,7 @@ from _workloads import LOSS, PER_SAMPLE, Workload
 from torch import Tensor, nn
 
 import curvature
-from curvature.uses.projections import Projection
+from curvature.uses.projections.projection import Projection
 
 PROJECTIONS: dict[str, Projection] = {
     "kronecker": curvature.KroneckerProjection(16),

@@ -3,7 +3,3 @@
 In: a trained model, a loss, training data, queries, and a matrix of curvature (`curvature.operators`). Out: the score
 of every training sample for every query.
 """
-
-from curvature.uses.attribution.scores import influence, influence_by_parameter, influence_by_place
-
-__all__ = ["influence", "influence_by_parameter", "influence_by_place"]

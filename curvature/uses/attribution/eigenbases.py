@@ -17,14 +17,9 @@ Terms = Mapping[str, Sequence[Term]]
 
 
 class Eigenbases:
-    """K and gradients, those of layers that read their weight at few places in the eigenbases of their blocks.
+    """K and gradients, in the eigenbases of blocks whose weights some samples' terms read at few places.
 
-    Args:
-        K: a block, or several.
-        terms: of some samples, which show how weights are read; of a weight that is not among them nothing changes.
-
-    Attributes:
-        K: where a basis is taken, its eigenvalues alone, over one parameter with the weight's name.
+    There `K` has the eigenvalues alone, over one parameter with the weight's name.
     """
 
     def __init__(self, K: Operator, terms: Terms) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +13,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
-from curvature.linalg import full_precision, stack
+from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
 from curvature.operators import Operator, blocks_of
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
-from curvature.uses.attribution.eigenbases import Eigenbases, Terms
-from curvature.uses.attribution.queries import Queries, compress, joined, pieces
+from curvature.uses.attribution.eigenbases import Eigenbases
 
-InBases = Callable[[Operator, Terms], Eigenbases]
-Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
-ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
+ENTRIES = 1 << 24  # of the training samples' gradients, or of queries of low rank, that are built at a time
+EXTRA = 8  # directions beyond the rank, for singular values that fall slowly
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Tensors (Q, *shape), each as a product of two matrices (shape[0], r) and (r, all other axes)."""
+
+    left: Tensor
+    right: Tensor
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, some: int | slice) -> Tensor:
+        built = matmul(self.left[some], self.right[some])
+        return built.reshape(*built.shape[:-2], *self.shape)
+
+
+Queries = Tensor | LowRank
+Score = Callable[[Sequence[Term], Queries], Tensor]  # of the samples of a batch, by one parameter
 
 
 @full_precision()
@@ -72,7 +92,7 @@ def influence(
     with each of these gradients.
     """
     options = curvature, damping, query_rank, sample_dim, progress
-    return stack(_by_parameter(_scores, Eigenbases, model, loss, train, query, *options).values()).sum(0)
+    return stack(_by_parameter(_scores, True, model, loss, train, query, *options).values()).sum(0)
 
 
 @full_precision()
@@ -90,7 +110,7 @@ def influence_by_parameter(
 ) -> dict[str, Tensor]:
     """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
     options = curvature, damping, query_rank, sample_dim, progress
-    return _by_parameter(_scores, _unchanged, model, loss, train, query, *options)
+    return _by_parameter(_scores, False, model, loss, train, query, *options)
 
 
 @full_precision()
@@ -121,14 +141,14 @@ def influence_by_place(
             batch has a single sample, of which only the gradient is known.
     """
     options = curvature, damping, query_rank, sample_dim, progress
-    return _by_parameter(_place_scores, _unchanged, model, loss, train, query, *options)
+    return _by_parameter(_place_scores, False, model, loss, train, query, *options)
 
 
 def _by_parameter(
-    score: Score, in_bases: InBases, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
-    damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
+    score: Score, in_eigenbases: bool, model: nn.Module, loss: Loss, train: Any, query: Any,
+    curvature: Operator | None, damping: float | None, rank: int | None, sample_dim: Any, progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """All training samples' scores: `score` of each batch's terms and solved queries, in the bases of `in_bases`."""
+    """All training samples' scores. In an eigenbasis, that of a bias is not apart from that of its weight."""
     for what, data in (("train", train), ("query", query)):
         require_pairs(data)
         require_order(data, what)
@@ -142,24 +162,19 @@ def _by_parameter(
     first = next(queries, None)
     if first is None:
         raise ValueError("query: no batch")
-    bases = in_bases(K, first)
+    bases = Eigenbases(K, first if in_eigenbases else {})
     turned = map(bases.turn, itertools.chain([first], queries))
     asked = ({name: gradients(parts) for name, parts in terms.items()} for terms in turned)
     solved = _solved_queries(bases.K, asked, damping, rank)
-    samples = _terms(model, loss, train, sample_dim, names, progress)
-    scores = [score(bases.turn(terms), solved) for terms in samples]
+    samples = map(bases.turn, _terms(model, loss, train, sample_dim, names, progress))
+    scores = [{name: score(parts, solved[name]) for name, parts in terms.items()} for terms in samples]
     if not scores:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
     for name in solved:
-        if len({batch[name].shape[2:] for batch in scores}) > 1:
-            places = sorted({batch[name].shape[2] for batch in scores})
+        places = sorted({batch[name].shape[2:].numel() for batch in scores})
+        if len(places) > 1:
             raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
     return {name: torch.cat([batch[name] for batch in scores], 1) for name in solved}
-
-
-def _unchanged(K: Operator, terms: Terms) -> Eigenbases:
-    """Parameter by parameter: in an eigenbasis a bias is not apart from its weight."""
-    return Eigenbases(K, {})
 
 
 def _terms(
@@ -168,8 +183,7 @@ def _terms(
     """The gradients of each batch's samples with respect to the parameters of these names."""
     total = number_of_batches(data)
     trained = trained_parameters(model)
-    missing = [name for name in names if name not in trained]
-    if missing:
+    if missing := [name for name in names if name not in trained]:
         raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
     for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
         terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
@@ -193,22 +207,17 @@ def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -
     for block in blocks_of(K) if damping is None else [K]:
         space = block.space
         flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
-        block_damping = _usual_damping(block) if damping is None else float(damping)
-        solved |= space.split(block.solve(flat.mT, block_damping).mT)
+        own_damping = damping
+        if own_damping is None:
+            mean = float(block.trace()) / max(1, space.size)
+            own_damping = DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
+        solved |= space.split(block.solve(flat.mT, float(own_damping)).mT)
     return solved
 
 
-def _usual_damping(block: Operator) -> float:
-    mean = float(block.trace()) / max(1, block.space.size)
-    return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
-
-
-def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
-    """(Q, N) for each parameter, of the samples of a batch."""
-    return {
-        name: torch.cat([_products(parts, queries) for queries in pieces(solved[name])])
-        for name, parts in terms.items()
-    }
+def _scores(parts: Sequence[Term], queries: Queries) -> Tensor:
+    """(Q, N)."""
+    return torch.cat([_products(parts, some) for some in pieces(queries)])
 
 
 def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
@@ -222,16 +231,47 @@ def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
     return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
 
 
-def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
-    """(Q, N, places) for each parameter, of the samples of a batch."""
-    if any(len(parts[0]) == 1 for parts in terms.values()):
+def _place_scores(parts: Sequence[Term], queries: Queries) -> Tensor:
+    """(Q, N, places)."""
+    if len(parts[0]) == 1:
         raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
-    return {
-        name: torch.stack([_at_places(parts, v) for queries in pieces(solved[name]) for v in queries])
-        for name, parts in terms.items()
-    }
+    at_places = lambda v: torch.cat([term.place_products(v).to(v) for term in parts], 1)
+    return torch.stack([at_places(v) for some in pieces(queries) for v in some])
 
 
-def _at_places(parts: Sequence[Term], vector: Tensor) -> Tensor:
-    """(N, places) for one query."""
-    return torch.cat([term.place_products(vector).to(vector) for term in parts], 1)
+def compress(queries: Tensor, rank: int | None) -> Queries:
+    """The nearest matrices of this rank (Q, *shape), nearly; the queries themselves where that takes no less memory.
+
+    By subspace iteration (Halko, Martinsson and Tropp 2011, arXiv:0909.4061, algorithm 4.4).
+    """
+    shape = tuple(queries.shape[1:])
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+    if rank is None or rank * (rows + columns) >= rows * columns:
+        return queries
+    matrices = queries.reshape(len(queries), rows, columns)
+    generator = torch.Generator().manual_seed(0)
+    width = min(rank + EXTRA, rows, columns)
+    start = torch.randn(columns, width, generator=generator, dtype=torch.float64, device="cpu").to(queries)
+    basis = qr(matmul(matrices, start))[0]
+    basis = qr(matmul(matrices, matmul(matrices.mT, basis)))[0]
+    within = matmul(basis.mT, matrices)
+    largest = psd_eigh(matmul(within, within.mT))[1][:, :, -rank:]
+    return LowRank(matmul(basis, largest), matmul(largest.mT, within), shape)
+
+
+def joined(parts: Sequence[Queries]) -> Queries:
+    """The queries of several batches, all kept alike."""
+    low = [part for part in parts if isinstance(part, LowRank)]
+    if not low:
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return LowRank(torch.cat([part.left for part in low]), torch.cat([part.right for part in low]), low[0].shape)
+
+
+def pieces(queries: Queries) -> Iterator[Tensor]:
+    """The queries (Q, *shape), a bounded number of entries at a time if they are built here."""
+    if isinstance(queries, Tensor):
+        yield queries
+        return
+    step = max(1, ENTRIES // math.prod(queries.shape))
+    for start in range(0, len(queries), step):
+        yield queries[start : start + step]

@@ -3,8 +3,3 @@
 In: a matrix of curvature (`curvature.operators`) and the parameters where it was taken. Out: what each weight is worth
 (`saliencies`), and new parameters by name with zeros (`prune`) or few levels (`quantize`), for which others make up.
 """
-
-from curvature.uses.compression.pruning import prune, saliencies
-from curvature.uses.compression.rounding import quantize
-
-__all__ = ["prune", "quantize", "saliencies"]

@@ -7,9 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvature.operators import Operator, Parameters, Space, blocks_of, flat_parameters
-from curvature.uses.compression.quadratic_blocks import curvature_alone, quadratic_block, usual_damping
+from curvature.linalg import cat, cholesky, full_precision
+from curvature.operators import (
+    Dense,
+    Diagonal,
+    MatrixFree,
+    Operator,
+    Parameters,
+    Space,
+    blocks_of,
+    conjugate_gradient,
+    flat_parameters,
+)
 
+DAMPING = 0.01  # of the mean eigenvalue, as Frantar et al. 2022, arXiv:2210.17323, section 3.3
 ROUGHLY = 1e-2  # tolerance of systems that a later round solves again
 Sparsity = float | Mapping[str, float]
 
@@ -36,13 +47,11 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
             are not finite.
         KeyError: a parameter of K is missing.
     """
-    w = _parameters(K.space, model)
-    values: dict[str, Tensor] = {}
+    w = checked_parameters(K.space, model)
     damping = usual_damping(K) if damping is None else float(damping)
-    for block in blocks_of(K):
-        alone = block.space.split(curvature_alone(block, damping))
-        values |= {name: w[name].square() * alone[name] / 2 for name in alone}
-    return {name: values[name] for name in w}
+    parts = [QuadraticBlock(block, damping, flat_parameters(block.space, w)) for block in blocks_of(K)]
+    scores = {name: s for part in parts for name, s in part.scores().items()}
+    return {name: scores[name] for name in w}
 
 
 def prune(
@@ -59,8 +68,7 @@ def prune(
 
     Args:
         K: as for `saliencies`. With a `Diagonal` the others stay, and one of ones is magnitude pruning.
-        model: as for `saliencies`.
-        damping: as for `saliencies`.
+        model, damping: as for `saliencies`.
         sparsity: the share of zeros, 0 to 1, of all weights of K together: parameters with at least two dimensions.
             Or ``{name: share}``, which prunes these parameters alone, each for itself.
         rounds: in each, the same share of the weights that are left is removed.
@@ -71,8 +79,7 @@ def prune(
         ``torch.nn.utils.prune.custom_from_mask``.
 
     Raises:
-        ValueError: as for `saliencies`; a sparsity is not between 0 and 1, or K has no such parameter.
-        KeyError: as for `saliencies`.
+        ValueError, KeyError: as for `saliencies`; a sparsity is not between 0 and 1, or K has no such parameter.
         RuntimeError: conjugate gradients do not converge; more damping helps.
 
     The quadratic model holds near the parameters. To prune much, do it in steps: load the result, train on if you like,
@@ -81,12 +88,13 @@ def prune(
     space, groups = K.space, _groups(K.space, sparsity)
     if rounds < 1:
         raise ValueError(f"rounds: expected at least one, found {rounds}")
-    theta = _parameters(space, model)
+    theta = checked_parameters(space, model)
     damping = usual_damping(K) if damping is None else float(damping)
-    parts = [quadratic_block(block, damping, flat_parameters(block.space, theta)) for block in blocks_of(K)]
+    kind = lambda block: DenseBlock if isinstance(block, Dense) else QuadraticBlock
+    parts = [kind(block)(block, damping, flat_parameters(block.space, theta)) for block in blocks_of(K)]
     free = {name: torch.ones_like(p, dtype=torch.bool) for name, p in theta.items()}
     for done in range(1, rounds + 1):
-        scores = {name: s for part in parts for name, s in part.block.space.split(part.scores()).items()}
+        scores = {name: s for part in parts for name, s in part.scores().items()}
         for names, share in groups:
             removed = 1 - (1 - share) ** (done / rounds)
             free |= _without_least({name: scores[name] for name in names}, removed)
@@ -96,9 +104,69 @@ def prune(
     return {name: pruned[name] for name in space.names}, {name: free[name] for names, _ in groups for name in names}
 
 
-def _parameters(space: Space, model: Parameters) -> dict[str, Tensor]:
-    flat = flat_parameters(space, model)
-    return space.split(space.kept(flat, (space.size,), "the vector"))
+def checked_parameters(space: Space, model: Parameters) -> dict[str, Tensor]:
+    return space.split(space.kept(flat_parameters(space, model), (space.size,), "the vector"))
+
+
+def usual_damping(K: Operator) -> float:
+    """None for diagonals, which need no inverse."""
+    if all(isinstance(block, Diagonal) for block in blocks_of(K)):
+        return 0.0
+    mean = float(K.trace()) / K.space.size
+    return DAMPING * mean if mean > 0 else 1.0
+
+
+class QuadraticBlock:
+    """``1/2 (w - start)^T (block + damping I) (w - start)``, and its minimum w (P,) over the weights that are left."""
+
+    def __init__(self, block: Operator, damping: float, start: Tensor) -> None:
+        self.block, self.damping, self.start, self.w = block, damping, start, start
+        self.prepare(torch.ones_like(start, dtype=torch.bool))
+
+    def prepare(self, free: Tensor) -> None:
+        block, damping = self.block, self.damping
+        if not isinstance(block, Diagonal):
+            self.alone = 1 / block.inverse(damping).diagonal()  # along each weight while all others follow
+            return
+        self.alone = block.values + damping
+        if (self.alone < 0).any():
+            least = self.alone.min()
+            raise ValueError(f"{block!r} is indefinite with damping {damping:.3g}: its least entry is {least:.3g}")
+
+    def scores(self) -> dict[str, Tensor]:
+        """How much the model rises if a weight goes and all others follow: here also those that were removed."""
+        return self.block.space.split(self.w.square() * self.alone / 2)
+
+    def remove(self, free: Tensor, rtol: float | None = None) -> None:
+        """Leave these weights alone, and let them make up for the others, to a tolerance of `conjugate_gradient`."""
+        self.w = self.w * free
+        lost = free * self._product((self.w - self.start)[:, None])[:, 0]
+        scale = (self.block.diagonal() + self.damping)[:, None]
+        within = MatrixFree(self.block.space, lambda V: torch.where(free[:, None], self._product(free[:, None] * V), V))
+        self.w = self.w - conjugate_gradient(within, lost, preconditioner=lambda V: V / scale, rtol=rtol)
+
+    def _product(self, V: Tensor) -> Tensor:
+        return self.block @ V + self.damping * V
+
+
+class DenseBlock(QuadraticBlock):
+    """The same with the inverse of the part of the matrix for the weights that are left, which makes scores exact."""
+
+    @full_precision()
+    def prepare(self, free: Tensor) -> None:
+        root = cholesky(self.block.to_dense()[free][:, free], self.damping, repr(self.block))
+        self.free, self.inverse = free, torch.cholesky_inverse(root)
+
+    def scores(self) -> dict[str, Tensor]:
+        scores = torch.zeros_like(self.w)
+        scores[self.free] = self.w[self.free].square() / self.inverse.diagonal() / 2
+        return self.block.space.split(scores)
+
+    @full_precision()
+    def remove(self, free: Tensor, rtol: float | None = None) -> None:
+        self.w = self.w * free
+        self.prepare(free)
+        self.w[free] -= self.inverse @ self._product((self.w - self.start)[:, None])[free, 0]
 
 
 def _groups(space: Space, sparsity: Sparsity) -> list[tuple[Sequence[str], float]]:
@@ -118,8 +186,7 @@ def _groups(space: Space, sparsity: Sparsity) -> list[tuple[Sequence[str], float
 
 def _without_least(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     """Which entries are left without this share of them, those with the least scores."""
-    first = next(iter(scores.values()))
-    flat = torch.cat([s.flatten().to(first.device) for s in scores.values()])
+    flat = cat(s.flatten() for s in scores.values())
     left = torch.ones_like(flat, dtype=torch.bool)
     left[flat.argsort(stable=True)[: round(share * len(flat))]] = False
     parts = left.split([s.numel() for s in scores.values()])

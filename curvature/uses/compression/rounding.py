@@ -4,55 +4,22 @@ Weights of one block are taken one after the other, each to the level that is ne
 made up for (GPTQ; Babai's nearest plane). With ``H = R^T R``, R upper triangular, errors e add up to ``|R e|^2 / 2``.
 For Kronecker factors R is a Kronecker product, too, and weights (o, i) with one o + i do not depend on each other.
 
+A grid (4, *shape) holds step, zero, top and whether it is free of each weight: levels are ``step * (0 - zero, ...,
+top - zero)``, any value where it is free.
+
 Indices: g group, o output, i input, k weights that are rounded together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvature.linalg import cholesky, full_precision
 from curvature.operators import Diagonal, Kronecker, Operator, Parameters, RowBlocks, blocks_of, flat_parameters
-from curvature.uses.compression.quadratic_blocks import usual_damping
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Levels ``step * (0 - zero, ..., top - zero)`` of each weight, in one shape; `is_free` where any value will do."""
-
-    step: Tensor
-    zero: Tensor
-    top: Tensor
-    is_free: Tensor
-
-    @staticmethod
-    def of(weight: Tensor, bits: int | None) -> Grid:
-        """From the least to the largest entry of each row of a parameter, zero being one of the levels."""
-        if bits is None or not weight.numel():
-            zeros = torch.zeros_like(weight)
-            return Grid(zeros, zeros, zeros, torch.ones_like(weight))
-        rows = weight.flatten(1)
-        low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
-        top = 2.0**bits - 1
-        step = (high - low) / top
-        zero = torch.where(step > 0, -low / step, step).round()
-        like = lambda x: x.expand_as(rows).reshape(weight.shape)
-        return Grid(like(step), like(zero), torch.full_like(weight, top), torch.zeros_like(weight))
-
-    def nearest(self, x: Tensor) -> Tensor:
-        scaled = torch.where(self.step > 0, x / self.step, torch.zeros_like(x))
-        level = torch.minimum((scaled.round() + self.zero).clamp(min=0), self.top)
-        return torch.where(self.is_free > 0, x, (level - self.zero) * self.step)
-
-    def stacked(self) -> Tensor:
-        return torch.stack([self.step, self.zero, self.top, self.is_free])
-
-    def at(self, *where: Tensor | slice) -> Grid:
-        return Grid(*(part[where] for part in (self.step, self.zero, self.top, self.is_free)))
+from curvature.uses.compression.pruning import checked_parameters, usual_damping
 
 
 @full_precision()
@@ -79,22 +46,17 @@ def quantize(
         New parameters ``{name: tensor}`` for all of K, as for ``model.load_state_dict(..., strict=False)``.
 
     Raises:
-        ValueError: bits are not a whole number from 1 to 16, K has no such parameter, a block is singular or
-            indefinite with this damping, or too large to be built (a block of `ekfac`: take `kfac`); or as for
-            `saliencies`.
-        KeyError: a parameter of K is missing.
+        ValueError, KeyError: as for `saliencies`; bits are not a whole number from 1 to 16, K has no such parameter, or
+            a block is too large to be built (a block of `ekfac`: take `kfac`).
     """
     space = K.space
     bits_of = _bits(K, bits)
-    flat = space.kept(flat_parameters(space, model), (space.size,), "the vector")
-    weights = space.split(flat)
-    grids = {name: Grid.of(w, bits_of.get(name)).stacked() for name, w in weights.items()}
+    weights = checked_parameters(space, model)
+    parts = {name: torch.cat([w[None], _grid(w, bits_of.get(name))]) for name, w in weights.items()}
     damping = usual_damping(K) if damping is None else float(damping)
     rounded: dict[str, Tensor] = {}
     for block in blocks_of(K):
-        block_weights = flat_parameters(block.space, weights)
-        grid = block.space.flatten({name: grids[name] for name in block.space.names})
-        rounded |= block.space.split(_rounded(block, block_weights, grid, damping))
+        rounded |= block.space.split(_rounded(block, flat_parameters(block.space, parts), damping))
     return {name: rounded[name] for name in space.names}
 
 
@@ -109,45 +71,66 @@ def _bits(K: Operator, bits: int | Mapping[str, int]) -> Mapping[str, int]:
     return bits_of
 
 
-def _rounded(block: Operator, w: Tensor, grid: Tensor, damping: float) -> Tensor:
-    """The flat weights (P,) of a block, rounded by the stacked grid (4, P)."""
+def _grid(weight: Tensor, bits: int | None) -> Tensor:
+    """From the least to the largest entry of each row of a parameter, zero being one of the levels."""
+    if bits is None or not weight.numel():
+        zeros = torch.zeros_like(weight)
+        return torch.stack([zeros, zeros, zeros, torch.ones_like(weight)])
+    rows = weight.flatten(1)
+    low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
+    top = 2.0**bits - 1
+    step = (high - low) / top
+    zero = torch.where(step > 0, -low / step, step).round()
+    parts = step.expand_as(rows), zero.expand_as(rows), torch.full_like(rows, top), torch.zeros_like(rows)
+    return torch.stack(parts).reshape(4, *weight.shape)
+
+
+def _nearest(x: Tensor, grid: Tensor) -> Tensor:
+    step, zero, top, is_free = grid
+    scaled = torch.where(step > 0, x / step, torch.zeros_like(x))
+    level = torch.minimum((scaled.round() + zero).clamp(min=0), top)
+    return torch.where(is_free > 0, x, (level - zero) * step)
+
+
+def _rounded(block: Operator, parts: Tensor, damping: float) -> Tensor:
+    """The flat weights (P,) of a block, rounded: parts (5, P) are the weights and their grid."""
     if isinstance(block, Diagonal):
-        return Grid(*grid).nearest(w)
+        return _nearest(parts[0], parts[1:])
     if isinstance(block, RowBlocks):
-        of = lambda part, rows: _rounded(part, rows[:, 0], rows[:, 1:].mT, damping)
-        permuted = block.inner.by_blocks(of, torch.cat([w[None], grid]).mT[block.order])
-        return torch.empty_like(w).index_copy_(0, block.order, permuted)
-    parts = torch.cat([w[None], grid])
+        of = lambda part, rows: _rounded(part, rows.mT.contiguous(), damping)
+        permuted = block.inner.by_blocks(of, parts.mT[block.order])
+        return torch.empty_like(permuted).index_copy_(0, block.order, permuted)
     if isinstance(block, Kronecker):
         damped = block.factored_damping(damping)
         arranged = block.arrangement.to_matrices(list(block.space.split(parts).values()))
-        rounded = _in_order(arranged[0], Grid(*arranged[1:]), damped.rows, damped.columns, repr(block))
+        rounded = _in_order(arranged, damped.rows, damped.columns, repr(block))
         return torch.cat([part.flatten() for part in block.arrangement.from_matrices(rounded)])
     dense = block.damped(damping).to_dense()
-    return _in_order(parts[0, None, None], Grid(*parts[1:, None, None]), w.new_ones(1, 1), dense[None], repr(block))[
-        0, 0
-    ]
+    return _in_order(parts[:, None, None], parts.new_ones(1, 1), dense[None], repr(block))[0, 0]
 
 
-def _in_order(w: Tensor, grid: Grid, rows: Tensor, columns: Tensor, what: str) -> Tensor:
+def _in_order(parts: Tensor, rows: Tensor, columns: Tensor, what: str) -> Tensor:
     """Round weights (g, o, i) under ``kron(rows, columns)``, whose sides are (g, d, d), or (g, d) if diagonal."""
-    outputs, inputs = _by_curvature(rows, grid.is_free.amin(2)), _by_curvature(columns, grid.is_free.amin(1))
-    where = slice(None), outputs[:, None], inputs
-    w, grid = w[where], grid.at(*where)
+    is_free = parts[4]
+    outputs, inputs = _by_curvature(rows, is_free.amin(2)), _by_curvature(columns, is_free.amin(1))
+    parts = parts[:, :, outputs[:, None], inputs]
+    w, grid = parts[0], parts[1:]
     of_rows, of_columns = _coupling(rows, outputs, what), _coupling(columns, inputs, what)
     error, carried = torch.zeros_like(w), torch.zeros_like(w)  # carried: the errors, and what inputs make of them
-    is_zero = (w == 0) & (grid.is_free == 0)
-    turn = _turns(w.shape[1], of_rows, w.device)[:, None] + _turns(w.shape[2], of_columns, w.device)
+    is_zero = (w == 0) & (grid[3] == 0)
+    # places along a side, or zeros if none depends on another: later ones come first
+    turns = lambda order, coupling: torch.arange(len(order), device=w.device) * (coupling is not None)
+    turn = turns(outputs, of_rows)[:, None] + turns(inputs, of_columns)
     for step in range(int(turn.max()), -1, -1):
         o, i = (turn == step).nonzero(as_tuple=True)
         at = slice(None), o, i
         through = torch.zeros_like(w[at]) if of_columns is None else (error[:, o] * of_columns[:, i]).sum(2)
         across = torch.zeros_like(through) if of_rows is None else (carried.mT[:, i] * of_rows[:, o]).sum(2)
-        rounded = torch.where(is_zero[at], 0, grid.at(*at).nearest(w[at] - through - across))
+        rounded = torch.where(is_zero[at], 0, _nearest(w[at] - through - across, grid[:, :, o, i]))
         error[at] = rounded - w[at]
         carried[at] = error[at] + through
     result = torch.empty_like(w)
-    result[where] = w + error
+    result[:, outputs[:, None], inputs] = w + error
     return result
 
 
@@ -164,8 +147,3 @@ def _coupling(side: Tensor, order: Tensor, what: str) -> Tensor | None:
     root = torch.stack([cholesky(matrix, 0.0, what) for matrix in side[:, order[:, None], order]])
     upper = root.mT
     return (upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]).triu(1)
-
-
-def _turns(size: int, coupling: Tensor | None, device: torch.device) -> Tensor:
-    """Places along a side, or zeros if none depends on another: later ones come first."""
-    return torch.arange(size, device=device) * (coupling is not None)

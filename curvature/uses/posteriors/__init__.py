@@ -1,12 +1,6 @@
 """Laplace posteriors: a normal distribution over the parameters, from the curvature of the loss at its minimum.
 
 In: a trained model, a loss that is a negative log-likelihood, the data. Out: a `LaplacePosterior` that predicts with
-the linearised model, gives the log marginal likelihood and draws parameters. `labels` says what each loss means as a
-distribution; `builder` makes the curvature of the summed loss (`curvature.matrices`), which `layered` adds a prior to,
-layer by layer; `outputs` carries the covariance over to the outputs.
+the linearised model, gives the log marginal likelihood and draws parameters. `builder` makes the curvature of the
+summed loss (`curvature.matrices`), which `layered` adds a prior to, layer by layer.
 """
-
-from curvature.uses.posteriors.builder import laplace
-from curvature.uses.posteriors.posterior import LaplacePosterior, Prediction
-
-__all__ = ["LaplacePosterior", "Prediction", "laplace"]

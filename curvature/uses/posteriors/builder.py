@@ -14,7 +14,7 @@ from curvature.gradients import Jacobian, either_form
 from curvature.linalg import widen, widest
 from curvature.losses import TORCH_LOSSES, LabelDistribution, Loss, name_of, reduction_of, resolve
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
-from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
+from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space, flat_parameters
 from curvature.recording import trained_parameters, unwrap_compiled
 from curvature.uses.posteriors.layered import LayeredCurvature, module_of, noise_of
 from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
@@ -87,7 +87,7 @@ def laplace(
     model = unwrap_compiled(model)
     space = Space.of(trained_parameters(model))
     sigma = noise_of(1.0 if noise is None else noise, space.device)
-    fit, last = survey(model, summed, labels, data)
+    total, count, last = survey(model, summed, labels, data)
     names = space.names
     if structure == "last_layer":
         modules = {module_of(name) for name in last}
@@ -95,13 +95,13 @@ def laplace(
         if not names:
             raise ValueError("structure: no function is seen to read parameters (vmap?), so which layer is the last?")
     curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
-    home, parameters = curvature.space.device, dict(model.named_parameters())
-    mean = curvature.flatten(parameters)
-    return LaplacePosterior(model, fit.to(home), curvature, mean, curvature.prior(prior), sigma.to(home))
+    home, mean = curvature.space.device, flat_parameters(curvature.space, model).detach()
+    fit = DataFit(summed, labels, total.to(home), count.to(home))
+    return LaplacePosterior(model, fit, curvature, mean, curvature.prior(prior), sigma.to(home))
 
 
 def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
-    """The loss as a sum without constants, and the distribution of labels behind it; errors as for `laplace`."""
+    """The loss as a sum without constants, and the distribution of labels behind it."""
     if not callable(loss):
         raise TypeError(f"loss: expected a loss module, found {type(loss).__name__}")
     resolved: Any = resolve(loss)
@@ -121,8 +121,10 @@ def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
     return summed, labels
 
 
-def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:
-    """The summed loss over the data, and the parameters that the last function of the forward pass with any reads."""
+def survey(
+    model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any
+) -> tuple[Tensor, Tensor, frozenset[str]]:
+    """Sums of losses and counts in the widest precision, and the parameters of the last function that reads any."""
     sums: list[Tensor] = []
     counts: list[Tensor] = []
     names: frozenset[str] = frozenset()
@@ -136,4 +138,4 @@ def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any)
         names = next((use.names for use in reversed(run.tape.uses) if use.names), names)
 
     DataSource(model, summed, data).each(visit)
-    return DataFit(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names
+    return torch.stack(sums).sum(), torch.stack(counts).sum(), names

@@ -14,13 +14,8 @@ from curvature.operators import BlockDiagonal, Dense, Operator
 
 
 class Precision(Operator):
-    """``M + prior``. The prior counts as exact: its solves and draws take it as the damping of M, whose eigenvalues may
-    be so large that their rounding exceeds it.
-
-    Args:
-        curvature: M.
-        prior: a number, or one for each entry (P,).
-    """
+    """``M + prior``. The prior, a number or (P,), counts as exact: solves and draws take it as the damping of M, whose
+    eigenvalues may be so large that their rounding exceeds it."""
 
     def __init__(self, curvature: Operator, prior: Tensor) -> None:
         super().__init__(curvature.space)
@@ -77,34 +72,20 @@ class Precision(Operator):
 
 
 class LayeredCurvature:
-    """M by layers, so that ``factor * M + prior`` and its log-determinant are quick for any factor and prior.
-
-    Args:
-        matrix: M, positive semi-definite; its blocks are those of the posterior.
-
-    Attributes:
-        layers: names of the modules that hold the parameters; a block belongs to that of its first parameter, unless
-            it is the only one and spans them all. A parameter that the model itself holds has its own name.
-    """
+    """M by layers, so that ``factor * M + prior`` and its log-determinant are quick for any factor and prior."""
 
     def __init__(self, matrix: BlockDiagonal) -> None:
         self.space = matrix.space
         # Damping by nothing leaves Kronecker products in their eigenbasis, which is computed once.
         self.blocks = [block.damped(0.0) for block in matrix.blocks.values()]
-        owners: dict[str, str] = {}
-        for block in self.blocks:
-            names = block.space.names
-            is_only_one = len(self.blocks) == 1
-            owners |= {name: module_of(name if is_only_one else names[0]) for name in names}
+        # a block belongs to the layer of its first parameter, unless it is the only one and spans them all
+        spans_all = len(self.blocks) == 1
+        names = ((name, block.space.names[0]) for block in self.blocks for name in block.space.names)
+        owners = {name: module_of(name if spans_all else first) for name, first in names}
         self.layers = tuple(dict.fromkeys(owners[name] for name in self.space.names))
         self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
         self._spectra: dict[int, Tensor] = {}
         self._semidefinite: dict[int, Tensor] = {}
-
-    def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Those of the posterior as a flat vector (P,), in the precision of M."""
-        tensors = {name: parameters[name].detach() for name in self.space.names}
-        return self.space.flatten(tensors).to(self.space.dtype)
 
     def sums_by_layer(self, each: Tensor) -> Tensor:
         """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
@@ -114,7 +95,7 @@ class LayeredCurvature:
         return each.new_zeros(len(self.layers)).index_add_(0, where, each)
 
     def prior(self, given: Any) -> Tensor:
-        """A prior precision as a tensor: a scalar, or (layers,); errors as for `laplace`."""
+        """A prior precision as a tensor: a scalar, or (layers,)."""
         if isinstance(given, Mapping):
             if set(given) != set(self.layers):
                 raise ValueError(f"prior: expected a precision for each of {list(self.layers)}, found {list(given)}")
@@ -164,7 +145,7 @@ class LayeredCurvature:
 
 
 def positive(what: str, given: Any, device: torch.device) -> Tensor:
-    """A positive number, or several, as a tensor in the widest precision of the device; errors as for `laplace`."""
+    """A positive number, or several, as a tensor in the widest precision of the device."""
     if not isinstance(given, Tensor | int | float) or isinstance(given, bool):
         raise TypeError(f"{what}: expected a positive number or a tensor, found {given!r:.80}")
     values = torch.as_tensor(given, dtype=widest(device.type), device=device)
@@ -174,7 +155,6 @@ def positive(what: str, given: Any, device: torch.device) -> Tensor:
 
 
 def noise_of(given: Any, device: torch.device) -> Tensor:
-    """A single number as for `positive`."""
     value = positive("noise", given, device)
     if value.ndim:
         raise ValueError(f"noise: expected a single number, found shape {tuple(value.shape)}")

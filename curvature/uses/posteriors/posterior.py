@@ -11,31 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.linalg import NotDefinite, psd_eigh
+from curvature.linalg import NotDefinite, full_precision, matmul, psd_eigh
 from curvature.losses import LabelDistribution, Loss, Prediction
-from curvature.matrices import DataSource, RecordedBatch
-from curvature.operators import BlockDiagonal
+from curvature.matrices import DataSource, RecordedBatch, rows_of
+from curvature.operators import BlockDiagonal, EigenKronecker, Operator, flat_parameters
+from curvature.terms import OuterProduct, TermsByVector
 from curvature.uses.posteriors.layered import LayeredCurvature, noise_of
-from curvature.uses.posteriors.outputs import output_covariance
 
+ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
 Prior = float | Tensor | Mapping[str, float]
+TermsOfOutputs = Mapping[str, TermsByVector]  # by parameter, of each entry of the output
 
 
 @dataclass(frozen=True)
 class DataFit:
-    """How likely the data are at the parameters: the summed loss, and what the constant of the likelihood depends on.
-
-    The two sums are scalars in the widest precision.
-    """
+    """How likely the data are: the summed loss, and what the constant of the likelihood depends on, scalars."""
 
     loss: Loss
     labels: LabelDistribution
     total: Tensor
     count: Tensor
-
-    def to(self, device: torch.device) -> DataFit:
-        """The same with the sums on a device."""
-        return replace(self, total=self.total.to(device), count=self.count.to(device))
 
     def log_likelihood(self, noise: Tensor) -> Tensor:
         """``log p(labels | inputs, parameters)``, a scalar."""
@@ -114,17 +109,14 @@ class LaplacePosterior:
             RuntimeError: the parameters are no longer those of the posterior.
             ValueError: as for `covariance`, or samples are not independent.
         """
-        parameters = dict(self.model.named_parameters())
-        now = self.curvature.flatten(parameters)
-        if not torch.equal(now, self.mean):
+        if not torch.equal(flat_parameters(self.curvature.space, self.model), self.mean):
             raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
         results: list[tuple[Tensor, Tensor]] = []
 
         def visit(run: RecordedBatch) -> None:
             require_no_draws(run)
-            output = run.output.detach()
-            covariance = output_covariance(run, self.covariance)
-            results.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
+            dtype = torch.promote_types(run.output.dtype, torch.float32)
+            results.append((run.output.detach(), output_covariance(run, self.covariance).to(dtype)))
 
         DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
         return results[0]
@@ -266,12 +258,64 @@ def _shown(prior: list[float]) -> str:
 
 
 def require_draws(what: str, given: Any) -> None:
-    """Raise TypeError for anything but a positive integer."""
     if not isinstance(given, int) or given < 1:
         raise TypeError(f"{what}: expected a number of draws, found {given!r}")
 
 
 def require_no_draws(run: RecordedBatch) -> None:
-    """Raise ValueError where the forward pass draws random numbers."""
     if run.random:
         raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")
+
+
+@full_precision()
+def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
+    """``J Sigma J^T`` (N, D, D) for the D entries of each sample's output.
+
+    Indices below: n sample, c and d outputs, g group, i input, o output of a layer.
+    """
+    count, output = run.batch.count, run.output
+    size = output.numel() // count
+    eye = torch.eye(size, dtype=output.dtype, device=output.device)
+    terms = run.terms(eye[:, None].expand(-1, count, -1).reshape(size, *output.shape))
+    total = torch.zeros(count, size, size, dtype=covariance.space.dtype, device=output.device)
+    for block in covariance.blocks.values():
+        factored = _by_factors(block, terms)
+        total += (_by_rows(block, terms, size, count) if factored is None else factored).to(total.device)
+    return total
+
+
+def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
+    """For a layer read at one place, ``sum_o b_co b_do sum_i a_i^2 variance_oi`` in the eigenbasis; None for others."""
+    if not isinstance(block, EigenKronecker):
+        return None
+    of_weight = terms.get(block.space.names[0], ())
+    alone = (parts[0] for parts in of_weight if len(parts) == 1)
+    products = [term for term in alone if isinstance(term, OuterProduct) and term.places == 1]
+    if not products or len(products) < len(of_weight):
+        return None
+    a, b = products[0].a[:, 0], torch.stack([term.b[:, 0] for term in products])
+    if len(block.space.names) > 1:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    if (a.shape[1], b.shape[3], a.shape[2]) != block.sides:
+        return None
+    a, b = a.to(block.space.dtype), b.to(block.space.dtype)
+    if block.column_vectors is not None:
+        a = matmul(a[:, :, None], block.column_vectors)[:, :, 0]
+    if block.row_vectors is not None:
+        b = matmul(b[..., None, :], block.row_vectors)[..., 0, :]
+    spread = torch.einsum("ngi,goi->ngo", a.square(), block.values)
+    return torch.einsum("cngo,dngo->ncd", b * spread, b)
+
+
+def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -> Tensor:
+    """The same from the rows of this layer's Jacobian, of some samples at a time."""
+    step = max(1, ROWS_ELEMENTS // max(1, outputs * block.space.size))
+    own = {name: terms[name] for name in block.space.names if name in terms}
+    covariances = []
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        some = ({name: [t.samples(part) for t in of[k]] for name, of in own.items()} for k in range(outputs))
+        rows = torch.stack([rows_of(block.space, row, part.stop - part.start) for row in some], 1)  # (n, c, p)
+        spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
+        covariances.append(matmul(rows, spread.mT))
+    return torch.cat(covariances)

@@ -4,17 +4,3 @@ In: a model, a loss, data, and a projection (`SignProjection`, `NormalProjection
 that name a linear map by a seed). Out: projected gradients (N, K) of a batch (`per_sample_projections`), or of all data
 in a file (`store_projections`). Neither the gradients nor the map exist as a whole.
 """
-
-from curvature.uses.projections.projection import (
-    KroneckerProjection,
-    NormalProjection,
-    Projection,
-    SignProjection,
-    per_sample_projections,
-)
-from curvature.uses.projections.store import store_projections
-
-__all__ = [
-    "KroneckerProjection", "NormalProjection", "Projection", "SignProjection", "per_sample_projections",
-    "store_projections",
-]  # fmt: skip

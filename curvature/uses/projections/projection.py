@@ -26,14 +26,10 @@ BLOCK_ENTRIES = 1 << 18  # of a dense map that are drawn at a time; other blocks
 
 @dataclass(frozen=True)
 class Projection(ABC):
-    """A random linear map of gradients to vectors, whose inner products are right on average.
-
-    ``projection(gradients)`` applies it to gradients that exist, ``{name: (N, *parameter.shape)}``, and returns (N, K).
-    It is linear, so that anything in the space of the parameters may be projected (a step, a task vector).
-    """
+    """A random linear map of gradients to vectors, whose inner products are right on average."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The projections (N, K) of gradients ``{name: (N, *parameter.shape)}``.
+        """The projections (N, K) of gradients, or steps, or task vectors: ``{name: (N, *parameter.shape)}``.
 
         Raises:
             ValueError: there are none.
@@ -214,7 +210,6 @@ def per_sample_projections(
 
 
 def require_projection(projection: Projection) -> None:
-    """Raise TypeError for what is no projection."""
     if not isinstance(projection, Projection):
         raise TypeError(
             f"projection: expected a SignProjection, NormalProjection or KroneckerProjection, "

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from curvature import gradients
-from curvature.gradients import Batch, either_form, pairs
 from curvature.losses import Loss
 from curvature.recording import trained_parameters
 from curvature.uses.projections.projection import Projection, per_sample_projections, require_projection
@@ -25,7 +24,7 @@ SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
 
 
-@either_form
+@gradients.either_form
 def store_projections(
     model: nn.Module,
     loss: Loss,
@@ -73,11 +72,11 @@ def store_projections(
         "model": gradients.digests(model),
         "parameters": names,
     }
-    file, start = _File(Path(path), about), 0
+    file, batches, start = _File(Path(path), about), gradients.pairs(data), 0
     try:
-        for x, y in tqdm(pairs(data), total=about["batches"], unit="batch", leave=False, disable=not progress):
-            stop = start + Batch.of(model, loss, x, y, sample_dim).count
-            if start == 0 or stop > file.rows:
+        for x, y in tqdm(batches, total=about["batches"], unit="batch", leave=False, disable=not progress):
+            stop = start + gradients.Batch.of(model, loss, x, y, sample_dim).count
+            if start == 0 or stop > about["rows"]:
                 rows = per_sample_projections(model, loss, x, y, projection, parameters=names, sample_dim=sample_dim)
                 file.put(start, stop, rows)
             start = stop
@@ -103,11 +102,6 @@ class _File:
         elif path.exists():
             raise FileExistsError(f"{path} exists, without {self.note.name} that says what its rows are: take another")
 
-    @property
-    def rows(self) -> int:
-        """How many are there."""
-        return int(self.about["rows"])
-
     def put(self, start: int, stop: int, rows: Tensor) -> None:
         """Write rows; those that are there have to agree."""
         values = rows.cpu().numpy()
@@ -117,7 +111,7 @@ class _File:
             self.write_note()
         if stop > len(self.array):
             raise ValueError(f"data: {len(self.array)} samples when they were counted, at least {stop} in the pass")
-        known = max(start, min(stop, self.rows))
+        known = max(start, min(stop, self.about["rows"]))
         there, again = self.array[start:known], values[: known - start]
         norms = np.linalg.norm(there, axis=1)
         apart = np.linalg.norm(there - again, axis=1) > TOLERANCE * (norms + TOLERANCE * norms.max(initial=0))
@@ -127,7 +121,7 @@ class _File:
                 f"with the same parameters; the loss, the data, their order or the model's mode has changed"
             )
         self.array[known:stop] = values[known - start :]
-        self.about["rows"] = max(self.rows, stop)
+        self.about["rows"] = max(self.about["rows"], stop)
         if time.monotonic() - self.noted > SECONDS:
             self.write_note()
 
@@ -152,7 +146,7 @@ def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any)
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
         count = sum(len(indices) for indices in data.batch_sampler)
     else:
-        count = sum(Batch.of(model, loss, x, y, sample_dim).count for x, y in pairs(data))
+        count = sum(gradients.Batch.of(model, loss, x, y, sample_dim).count for x, y in gradients.pairs(data))
     if not count:
         raise ValueError("data: no samples")
     return count

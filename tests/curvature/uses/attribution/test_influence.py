@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 import curvature
-import curvature.uses.attribution.queries
 import curvature.uses.attribution.scores
-from curvature.uses.attribution.queries import LowRank, compress
+from curvature.uses.attribution.scores import LowRank, compress
 from support.cases.case import seeded
 from support.oracles.influence import own_gradients, scores
 
@@ -109,7 +108,7 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = curvature.Diagonal(whole["3"].space, torch.ones(whole["3"].space.size).double())
     wanted = curvature.influence(model, LOSS, train, query, alone, damping=D)
     pieces = [[(x[:2], y[:2]), (x[2:], y[2:])] for x, y in (train, query)]
-    monkeypatch.setattr(curvature.uses.attribution.queries, "ENTRIES", 100)
+    monkeypatch.setattr(curvature.uses.attribution.scores, "ENTRIES", 100)
     torch.testing.assert_close(
         curvature.influence(model, LOSS, *pieces, alone, damping=D, query_rank=1), wanted, rtol=1e-10, atol=1e-12
     )

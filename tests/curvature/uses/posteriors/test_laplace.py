@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.uses.posteriors import outputs
+from curvature.uses.posteriors import posterior
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices, positions
@@ -101,10 +101,10 @@ def test_convolutions_with_groups(structure: str) -> None:
 
 def test_no_jacobian_where_factors_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found, expected = both("dense", "classes", cnn)
-    monkeypatch.setattr(outputs, "ROWS_ELEMENTS", 1)  # samples one by one
+    monkeypatch.setattr(posterior, "ROWS_ELEMENTS", 1)  # samples one by one
     matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
     linear, expected = both("kfac", "classes")
-    monkeypatch.delattr(outputs, "_by_rows")
+    monkeypatch.delattr(posterior, "_by_rows")
     matches(linear.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import curvature
 import curvature.terms.projections
 import curvature.uses.projections.projection
-from curvature.uses.projections import Projection
+from curvature.uses.projections.projection import Projection
 from support.cases.case import Raw, seeded
 from support.layer_table import LAYERS
 from support.oracles.brute_force import per_sample_gradients, trainable
