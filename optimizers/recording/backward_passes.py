@@ -54,13 +54,6 @@ class Measured:
         return found
 
 
-class Pass:
-    """Measurements of a forward pass; the hooks on its outputs keep it alive."""
-
-    def __init__(self, measured: Measured, step: object) -> None:
-        self.measured, self.step = measured, step
-
-
 class Passes:
     """Recorded passes until a step takes them. One counts once a gradient arrives at one of its outputs.
 
@@ -74,7 +67,7 @@ class Passes:
         self.has_gradients = has_gradients
         self.step = object()  # which one is to come
         self.total = Measured()  # of the passes that count
-        self.last: Pass | None = None
+        self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
         self.zeroed = 0  # how often gradients were zeroed
@@ -90,18 +83,19 @@ class Passes:
 
         With `chosen`, that gradient says what was measured.
         """
-        self.last = found = Pass(measured, self.step)
-        me = weakref.ref(self)
+        self.last = measured
+        me, step = weakref.ref(self), self.step
 
         def arrive(gradient: Tensor) -> None:
+            nonlocal step
             passes = me()
-            if passes is None or found.step is not passes.step or is_batched(gradient):
+            if passes is None or step is not passes.step or is_batched(gradient):
                 return
             if torch.is_grad_enabled() or is_training(parameters):
                 passes.note_backward(parameters)
                 passes.begin(discard)
-                passes.total.add_(found.measured if chosen is None else chosen(gradient))
-                found.step = None
+                passes.total.add_(measured if chosen is None else chosen(gradient))
+                step = None
 
         for x in outputs:
             handle = x.register_hook(arrive)
@@ -131,7 +125,7 @@ class Passes:
     def settle(self) -> None:
         """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
         if not self.arrived and self.last is not None:
-            self.total.add_(self.last.measured)
+            self.total.add_(self.last)
         self._end()
 
     def take(self) -> Measured:

@@ -47,10 +47,11 @@ class RecordedPass:
 class LossBackprops:
     """Listens to the training loop's backward pass; `loss` is that which the optimizer was given, or None."""
 
+    has_arrived: bool  # whether `deliver` has something to measure
+
     def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.division = Division()
-        self.zeroed = passes.zeroed  # as `passes` had it when the first of what has arrived came
         self.discard()
 
     def listen(self, found: RecordedPass) -> None:
@@ -63,21 +64,18 @@ class LossBackprops:
 
     @property
     def is_old(self) -> bool:
-        """Whether gradients were zeroed since: what has arrived belongs to none, unless nothing follows."""
+        """Whether gradients were zeroed since the first has arrived: these belong to none, unless nothing follows."""
         return self.zeroed != self.passes.zeroed
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
-        raise NotImplementedError
+        self.kept: list[Any] = []  # what only the hooks on a graph would hold, or their graph itself would
+        self._forget()
 
-    def _scale_of_parts(self, scale: float) -> float:
-        """What the loss of each part was multiplied by, given what a loss is."""
-        return scale / self.division.by(scale)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `deliver` has something to measure."""
-        raise NotImplementedError
+    def _forget(self) -> None:
+        """Forget what has arrived."""
+        self.division.forget()
+        self.zeroed, self.has_arrived = self.passes.zeroed, False
 
 
 @dataclass
@@ -136,7 +134,7 @@ class LayerBackprops(LossBackprops):
         places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
         for x in found.outputs:
             if x.is_leaf or id(x) in held:  # the tape would hold its own graph
-                self.without_graph.append(arrival)
+                self.kept.append(arrival)
             else:
                 own = [Source.of(x), *places] if len(found.outputs) == 1 else [Source.of(x)]
                 x.register_hook(partial(self._at_output, arrival, own, x.detach()))
@@ -192,7 +190,7 @@ class LayerBackprops(LossBackprops):
                 use.edge = edge
         both = (samples_first(regular(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
-        arrival.measured = self.since
+        arrival.measured, self.has_arrived = self.since, True
 
     def _at_use(self, arrival: Arrived, index: int, number: int, gradients: Sequence[Tensor]) -> None:
         if self.is_measuring or arrival.measured is self.since:
@@ -232,6 +230,7 @@ class LayerBackprops(LossBackprops):
 
     def _note(self, arrival: Arrived) -> None:
         self._begin()
+        self.has_arrived = True
         if not any(arrival is own for own in self.arrived):
             self.arrived.append(arrival)
 
@@ -241,7 +240,7 @@ class LayerBackprops(LossBackprops):
 
     def deliver(self, scale: Callable[[], float]) -> None:
         # passes that were measured before the scale was known are rescaled, and others with them
-        unit = 1.0 if self.measured or not self.arrived else self._scale_of_parts(scale())
+        unit = 1.0 if self.measured or not self.arrived else self.division.unit(scale())
         for own in self.arrived:
             each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
             times = partial(_times, each)
@@ -252,23 +251,15 @@ class LayerBackprops(LossBackprops):
             self.passes.total.add_(Measured(measured, sums))
         for sent in self.measured:
             self.passes.total.add_(sent)
-        if self.measured and (rest := 1 / self._scale_of_parts(scale())) != 1:
+        if self.measured and (rest := 1 / self.division.unit(scale())) != 1:
             self.passes.total.scale_vectors_(rest)
         self.discard()
 
     def _forget(self) -> None:
-        self.division.forget()
-        self.zeroed, self.since = self.passes.zeroed, object()
+        super()._forget()
+        self.since = object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
-
-    def discard(self) -> None:
-        self._forget()
-        self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
-
-    @property
-    def has_arrived(self) -> bool:
-        return bool(self.arrived or self.measured)
 
 
 def _counts(gradient: Tensor, tape: Tape) -> bool:
@@ -300,20 +291,15 @@ def _whole(tape: Tape) -> set[str]:
 class LossRows(LossBackprops):
     """Sends the gradient of the loss at the output back once more, sample by sample, as soon as it arrives there."""
 
-    def discard(self) -> None:
-        self.waiting: list[RecordedPass] = []
-        self._forget()
-
     def _forget(self) -> None:
-        self.division.forget()
-        self.zeroed = self.passes.zeroed
-        self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
+        super()._forget()
+        self.unit = 1.0  # what the rows are multiplied by so far
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
     def listen(self, found: RecordedPass) -> None:
         each = self.factors.usual(found.count)
         unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
-        self.waiting.append(found)  # until the next step; its own graph would hold it for ever
+        self.kept.append(found)
         handles: list[Any] = []
         for k, x in enumerate(found.outputs):
             hook = partial(self._at_output, weakref.ref(found), k, Source.of(x), unit, handles)
@@ -334,7 +320,8 @@ class LossRows(LossBackprops):
         self.passes.begin(self.teams.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
-        self.unit = unit if self.unit is None else self.unit
+        if not self.has_arrived:
+            self.unit, self.has_arrived = unit, True
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
             output = samples_first(regular(found.outputs[index]), found.count)
@@ -348,12 +335,8 @@ class LossRows(LossBackprops):
         self.passes.total.add_(Measured(measured, sums))
 
     def deliver(self, scale: Callable[[], float]) -> None:
-        if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
+        if self.has_arrived:  # only now: times the scale of the loss it may be too much for float16
             rows = self.passes.total.curvature.rows
             samples = rows.samples if rows is not None and self.is_sum else 1
-            self.passes.total.scale_vectors_(samples**0.5 * self.unit / self._scale_of_parts(scale()))
+            self.passes.total.scale_vectors_(samples**0.5 * self.unit / self.division.unit(scale()))
         self.discard()
-
-    @property
-    def has_arrived(self) -> bool:
-        return self.unit is not None

@@ -64,17 +64,17 @@ class Division:
             share = None if rows is None else rows.sum()
         self.parts.append((part, share))
 
-    def by(self, scale: float) -> float:
-        """The divisor k, or 1; `scale` is what a GradScaler has multiplied the loss with."""
+    def unit(self, scale: float) -> float:
+        """What the loss of each pass was multiplied by, as ``1/k`` times `scale`, which is a GradScaler's."""
         shares = [share for _, share in self.parts if share is not None]
         if self.is_open or not shares:
-            return 1.0
+            return scale
         (found,) = to_host([stack(shares) / scale])
         for k in (len(self.parts), self.known or 1):
             if bool(((found * k - 1).abs() <= self.rounding).all()):
                 self.known = k if k > 1 else None
-                return float(k)
-        return 1.0
+                return scale / k
+        return scale
 
 
 class SampleFactors:
