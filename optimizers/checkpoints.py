@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block
-from optimizers.arguments import check_numbers
 from optimizers.former_checkpoints import from_version_4
-from optimizers.model_optimizer import ModelOptimizer
+from optimizers.model_optimizer import ModelOptimizer, check_numbers
 
 VERSION, FORMER = 5, 4  # the one that is saved, and another that is read
 JOINT = "kfac"  # key of what belongs to no parameter alone

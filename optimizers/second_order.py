@@ -25,12 +25,12 @@ from curvature.linalg import by_device
 from curvature.losses import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
-from optimizers.arguments import check_numbers, check_whole, require_one_device
+from optimizers.arguments import check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
-from optimizers.model_optimizer import ModelOptimizer
+from optimizers.model_optimizer import ModelOptimizer, check_numbers
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
@@ -39,7 +39,7 @@ from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Outcome, StepContext, StepRule
+from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
@@ -222,7 +222,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _step_on_residuals(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
         with self.recorder.paused():
-            outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
+            outcome = self.residual_rule.step(context, Evaluation())
         self.recorder.stop()
         return outcome
 

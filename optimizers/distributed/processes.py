@@ -87,9 +87,7 @@ class Processes:
         return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
 
     def all_gather_objects(self, own: Any, group: Any = None) -> list[Any]:
-        """The objects of all processes, by rank."""
-        if self.size == 1:
-            return [own]
+        """The objects of all processes, several, by rank."""
         group = self.group if group is None else group
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
@@ -142,8 +140,6 @@ class Processes:
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""
-        if self.size == 1:
-            return
         own = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
         most, least = self.all_reduce_max([own, -own])
         if most + least > GRADIENT_TOLERANCE * most:

@@ -113,16 +113,10 @@ class ResidualStep(StepRule):
         self.solver = solver
         self.known: set[int] = set()  # numbers of residuals whose Jacobian was found before
 
-    def evaluate(self, context: StepContext) -> Evaluation:
-        if context.closure is None:
-            raise TypeError(
-                f"{context.preconditioner.owner}.step: the closure returned residuals before; pass it at every step"
-            )
-        return Evaluation()
-
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        assert context.closure is not None
         parts = context.preconditioner
+        if context.closure is None:
+            raise TypeError(f"{parts.owner}.step: the closure returned residuals before; pass it at every step")
         model, timed = parts.recorder.model, parts.monitor.timed
         with timed("closure"):
             replay = ResidualReplay(model, context.closure, parts.team.processes)
@@ -189,7 +183,6 @@ class Subspace:
     def add(self, *directions: Named) -> None:
         if not directions:
             return
-        old, groups = len(self.directions), len(self.groups)
         self.directions += directions
         found = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
         self.dtype = found.dtype
@@ -197,9 +190,7 @@ class Subspace:
         self.columns = torch.cat([self.columns, columns], 1)
         self.curvature = _bordered(self.curvature, self.columns.mT @ columns)
         blocks = [[torch.diag(self._inner(d, other)) for other in self.directions] for d in directions]
-        border = torch.cat([torch.cat(row) for row in blocks], 1)
-        assert len(border) == (old + len(directions)) * groups
-        self.norms = _bordered(self.norms, border)
+        self.norms = _bordered(self.norms, torch.cat([torch.cat(row) for row in blocks], 1))
 
     def _inner(self, one: Named, other: Named) -> Tensor:
         found = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
