@@ -41,7 +41,6 @@ from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
-RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
     "%s.step: no parameter had a gradient at three steps in a row, and nothing moves; call loss.backward() before the "
     "step, and train the model that the optimizer was given, not a copy"
@@ -308,13 +307,14 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.teams.forget_inverses()
         self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
-        parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
+        rules = {name: parts[name] for name in ("rule", "residual_rule")}
+        parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), rules)
         devices = {name: p.device for name, p in self.model.named_parameters()}
-        schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
-        schedule.load_state_dict(parts["intervals"])
+        self.preconditioner.schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
+        residual = parts["residual_rule"]
         self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
@@ -322,13 +322,12 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._expect()
 
     def _parts(self) -> dict[str, Any]:
-        schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
-            "intervals": schedule.state_dict(),
+            "intervals": self.preconditioner.schedule.state_dict(),
             "recorder": self.recorder.state_dict(),
             "rule": self.rule.state_dict(),
-            "residual_rule": None if residual is None else residual.state_dict(),
+            "residual_rule": None if self.residual_rule is None else self.residual_rule.state_dict(),
             "curvature": self.store.state_dict(),
         }
 

@@ -161,10 +161,7 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
 def vectors_of_global_batch(
     inject: Injection, output: Tensor, loss: Any, target: Any, processes: Processes, seed: Callable[[], int]
 ) -> Tensor:
-    """This process's slice (k, N, ...) of the vectors that one process would draw for all parts, of equal sizes.
-
-    For a large batch each process draws its own vectors instead.
-    """
+    """This process's slice (k, N, ...) of the vectors that one would draw for all; of a large batch, its own."""
     if not inject.is_random:
         return inject.vectors(output, loss, target)
     rank, size = processes.rank, processes.size

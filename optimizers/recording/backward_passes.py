@@ -55,16 +55,10 @@ class Measured:
 
 
 class Passes:
-    """Recorded passes until a step takes them. One counts once a gradient arrives at one of its outputs.
-
-    If gradients never reach the outputs (a loss of hidden features), the last pass counts.
-
-    Args:
-        has_gradients: whether a parameter has a gradient now.
-    """
+    """Recorded passes until a step takes them: those at whose outputs gradients arrive, or else the last."""
 
     def __init__(self, has_gradients: Callable[[], Any] = lambda: True) -> None:
-        self.has_gradients = has_gradients
+        self.has_gradients = has_gradients  # whether a parameter has a gradient now
         self.step = object()  # which one is to come
         self.total = Measured()  # of the passes that count
         self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
@@ -79,10 +73,7 @@ class Passes:
         self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None],
         chosen: Callable[[Tensor], Measured] | None = None,
     ) -> None:  # fmt: skip
-        """Count a pass once a gradient of its outputs arrives that goes on to `parameters` or has a graph.
-
-        With `chosen`, that gradient says what was measured.
-        """
+        """Count a pass, as `measured` or `chosen` by the gradient, once one arrives that trains or has a graph."""
         self.last = measured
         me, step = weakref.ref(self), self.step
 
@@ -145,10 +136,7 @@ class Passes:
 
 
 def is_transformed(model: nn.Module) -> bool:
-    """Whether torch.func, forward-mode differentiation or a trace runs the model now: no training pass.
-
-    But ``torch.func.grad`` of a loss by the parameters, once and of the batch, is the loop's backward pass.
-    """
+    """Whether torch.func (but ``grad`` by the parameters, once), forward mode or a trace runs the model now."""
     modes = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
     if (
         torch.autograd.forward_ad._current_level >= 0

@@ -1,7 +1,6 @@
-"""What the training loop's own backward pass brings, for ``inject=empirical()``.
+"""What the loop's own backward pass brings, for ``inject=empirical()``: backprops at uses, or rows of all parameters.
 
-Backprops at every use for curvature layer by layer, rows for that of all parameters together. Both are delivered at the
-next step, when the scale of the loss is known.
+Both are delivered at the next step, when the scale of the loss is known.
 """
 
 from __future__ import annotations
@@ -124,12 +123,11 @@ class LayerBackprops(LossBackprops):
         behind = {name for node in computed for name in node.names}
         signs = found.signs() if computed else torch.ones(0, device="cpu")
         me = weakref.ref(arrival)  # held by the hooks on the graph of the outputs, and gone with it
-        for node in [*computed, *(tape.parameters[name] for name in behind)]:
-            handle = node.tensor.register_hook(partial(self._at_computed, me, weakref.ref(node), signs))
-            weakref.finalize(arrival, handle.remove)
-        for name in _whole(tape) - behind:
-            handle = tape.parameters[name].tensor.register_hook(partial(self._at_whole, me, name))
-            weakref.finalize(arrival, handle.remove)
+        nodes = [*computed, *(tape.parameters[name] for name in behind)]
+        hooks = [(node.tensor, partial(self._at_computed, me, weakref.ref(node), signs)) for node in nodes]
+        hooks += [(tape.parameters[k].tensor, partial(self._at_whole, me, k)) for k in _whole(tape) - behind]
+        for x, hook in hooks:
+            weakref.finalize(arrival, x.register_hook(hook).remove)
         held = {id(node.tensor) for use in tape.uses for node in use.results}
         places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
         for x in found.outputs:
@@ -169,10 +167,7 @@ class LayerBackprops(LossBackprops):
     def _measure(
         self, arrival: Arrived, edges: Sequence[GradientEdge | None], output: Tensor, gradient: Tensor, factor: Tensor
     ) -> None:
-        """Send the gradient back once more, each sample's with a factor and a sign of its own.
-
-        Where the samples are in the backprop of a use is not known, so these cannot be multiplied.
-        """
+        """Send the gradient back once more, times a factor of each sample, whose place in backprops is not known."""
         found, batch, tape = arrival.found, self._facts(arrival), arrival.found.tape
         each = factor.to(gradient.device) * found.signs().to(gradient.device)
         rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))

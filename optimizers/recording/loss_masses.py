@@ -1,10 +1,9 @@
 """What a sample's own loss is in the training loop's: factors by which the gradient at an output becomes the sample's.
 
-The loop's backward pass brings ``m_n g_n`` to the output of sample n, g_n being the gradient of its own loss (that of a
-batch of this sample alone) and m_n its share in the loss of the batch: 1/N in a mean over samples, 1 in a sum,
-``w_n / sum_k w_k`` with class weights, nothing for a sample that is ignored. The graph of the loss says which, or the
-loss that the optimizer was given. The shares of a mean over classes follow from the gradient at the logits, which is
-``m (p - onehot)`` for each row, p being the softmax. If nothing says it, a plain mean is assumed, and logged.
+At the output of sample n arrives ``m_n g_n``, g_n being the gradient of its own loss and m_n its share in that of the
+batch: 1/N in a mean, 1 in a sum, ``w_n / sum_k w_k`` with class weights, nothing for a sample that is ignored. The
+graph of the loss says which, or the loss that the optimizer was given. The shares of a mean over classes follow from
+the gradient ``m (p - onehot)`` at the logits. If nothing says it, a plain mean is assumed, and logged.
 """
 
 from __future__ import annotations
@@ -30,15 +29,10 @@ MEETING = (
 
 
 class Division:
-    """By how much a loop divides the losses of its backward passes before a step, where gradients at the logits tell.
-
-    Of k passes with a share of 1/k each, all samples together have a mean, and a sample's own loss is not divided. The
-    first pass of a step is not looked at, so that a step of one pass costs nothing, unless parts were seen before: the
-    last step of an epoch may have fewer.
-    """
+    """By how many backward passes a loop divides its losses before a step, where gradients at the logits tell."""
 
     def __init__(self) -> None:
-        self.known: int | None = None
+        self.known: int | None = None  # the number that was found last: the last step of an epoch may have fewer passes
         self.forget()
 
     def forget(self) -> None:
@@ -53,7 +47,7 @@ class Division:
             self.is_open = True
             return
         share = None
-        if self.parts or self.known:
+        if self.parts or self.known:  # a step of one pass costs nothing
             reading = read_loss(source)
             rows = None
             if isinstance(reading, MeanOverClasses) and reading.of == "logits":
@@ -88,10 +82,7 @@ class SampleFactors:
         return 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else float(count)
 
     def of(self, source: Source | None, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
-        """What to multiply with: one number for all samples, also as a tensor (), or (count,).
-
-        The output (count * m, ...), m rows for each sample, is where the backward pass is now.
-        """
+        """For all samples a number, also as a tensor (), or (count,); the backward pass is at (count * m, ...)."""
         return self.read("mean" if count == 1 else read_loss(source), output, gradient, count)
 
     def read(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:

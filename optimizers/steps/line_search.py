@@ -33,16 +33,14 @@ class LinePoint:
 
 
 class LineSearch:
-    """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`.
-
-    `counts` has how many points each kind of search saw last, and one more; an accelerator begins with as many.
-    """
+    """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[Tensor, Tensor | None]],
         counts: dict[str, int],
     ) -> None:  # fmt: skip
-        self.parameters, self.evaluate, self.counts = parameters, evaluate, counts
+        self.parameters, self.evaluate = parameters, evaluate
+        self.counts = counts  # of points that each kind of search saw last, and one more: with how many it begins
         self.starts = {name: p.detach().clone() for name, p in parameters.items()}
         self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts.values()), loss)
 

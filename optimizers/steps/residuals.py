@@ -164,10 +164,7 @@ class ResidualStep(StepRule):
 
 
 class Subspace:
-    """Directions, each cut into groups of parameters, and the quadratic model over all that they span.
-
-    The model is in float64, and on the host in the end: it is small, and each choice in it would make the host wait.
-    """
+    """Directions, each cut into groups of parameters, and the quadratic model over all that they span, in float64."""
 
     def __init__(
         self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]], is_careful: bool = False
