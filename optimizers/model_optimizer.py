@@ -82,22 +82,6 @@ class ModelOptimizer(torch.optim.Optimizer):
         names = self._names
         return {names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
-    def present(self) -> dict[str, nn.Parameter]:
-        """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
-        now = dict(self.model.named_parameters())
-        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
-        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
-        trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
-        return {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
-
-    def options(self) -> dict[str, dict[str, Any]]:
-        """The options of each parameter's group, by name, as plain numbers (a scheduler may keep tensors)."""
-        found: dict[str, dict[str, Any]] = {}
-        for group in self.param_groups:
-            plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            found |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
-        return found
-
     def warn_of_unknown_parameters(self) -> None:
         """Log parameters of the model that have a gradient and are in no group, such as those of a replaced head."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
@@ -112,11 +96,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
         self._around = STEPPING[:]
-        if not self._has_stepped or not self._since or self._is_told:
-            self._has_stepped = True
-            self._since.clear()
-            return
-        own = _moved(self)
+        own = _moved(self) if self._has_stepped and self._since and not self._is_told else set()
         for other, moved in list(self._since.items()):
             if both := own & moved:
                 kinds = sorted((type(self).__name__, type(other).__name__))
@@ -125,6 +105,7 @@ class ModelOptimizer(torch.optim.Optimizer):
                 for one in (self, other):
                     if isinstance(one, ModelOptimizer):
                         one._is_told = True
+        self._has_stepped = True
         self._since.clear()
 
     def name_of(self, p: Tensor) -> str:

@@ -252,7 +252,11 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.teams.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
-        return StepContext(closure, trained, self.options(), states, self.preconditioner)
+        options: dict[str, dict[str, Any]] = {}
+        for group in self.param_groups:  # a scheduler may keep tensors in them
+            plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            options |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
+        return StepContext(closure, trained, options, states, self.preconditioner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
@@ -334,9 +338,13 @@ class SecondOrderOptimizer(ModelOptimizer):
     # -- parameters that change their precision or device, as by ``model.double()``
 
     def _recorded_parameters(self) -> dict[str, nn.Parameter]:
-        """`present`, for a forward pass that is recorded now."""
+        """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
         self._follow_parameters()
-        found = self.present()
+        now = dict(self.model.named_parameters())
+        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
+        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
+        found = {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
         self.store.drop_replaced(found)
         return found
 

@@ -107,11 +107,11 @@ class SampleFactors:
             return "sum"
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return "mean"
-        is_weighted = loss.weight is not None
-        if is_weighted and isinstance(loss, nn.CrossEntropyLoss) and loss.label_smoothing:
+        if isinstance(loss, nn.NLLLoss):
+            return MeanOverClasses(None, loss.weight is not None, "log-probabilities")
+        if loss.weight is not None and loss.label_smoothing:
             return Unknown("class weights with label smoothing")
-        of = "logits" if isinstance(loss, nn.CrossEntropyLoss) else "log-probabilities"
-        return MeanOverClasses(None, is_weighted, of)
+        return MeanOverClasses(None, loss.weight is not None, "logits")
 
 
 def _why(reading: Reading) -> str:
@@ -131,20 +131,14 @@ def _factors(reading: Reading, output: Tensor, gradient: Tensor, count: int) -> 
     if isinstance(reading, Unknown):
         return None
     output, gradient = output.detach(), gradient.detach()
-    if reading == "quotient":
-        rows = _masses_of_rows(MeanOverClasses(None, True, "logits"), output, gradient)
-        # one in all: divided by the sum of the weights
-        if rows is None or not bool((rows.sum() - 1).abs() <= _rounding(gradient)):
-            return None
-        is_alike = False
-    else:
-        rows = _masses_of_rows(reading, output, gradient)
-        if rows is None:
-            return None
-        is_alike = not reading.is_weighted and rows.numel() == count
+    classes = MeanOverClasses(None, True, "logits") if reading == "quotient" else reading
+    rows = _masses_of_rows(classes, output, gradient)
+    # a quotient: one in all, if divided by the sum of the weights
+    if rows is None or (reading == "quotient" and not bool((rows.sum() - 1).abs() <= _rounding(gradient))):
+        return None
     masses = rows.reshape(count, -1).sum(1)
     total = masses.sum()
-    if is_alike:  # but for those that are ignored
+    if not classes.is_weighted and rows.numel() == count:  # all count alike, but for those that are ignored
         return torch.where(total > 0, total, count)
     if bool(((masses - masses[0]).abs() <= _rounding(gradient) * masses[0]).all()):
         return float(count)

@@ -23,7 +23,6 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
 from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
@@ -205,7 +204,7 @@ class Recorder:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
         signs, count = self._signs(found.count), found.count
         signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
-        read = SampleFactors(self.loss).read
+        read = self.loss_backprops.factors.read
         # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
         unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
         each = zip(found.readings, found.tensors, found.gradients, strict=True)
@@ -261,8 +260,7 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         generator = None if self.generator is None else self.generator.get_state()
         scale, size = self.outputs.rms, self.outputs.entries_per_sample
-        found = {"output_scale": scale, "output_size": size, "generator": generator}
-        return found | {"class_axis": self.class_axis}
+        return {"output_scale": scale, "output_size": size, "generator": generator, "class_axis": self.class_axis}
 
     def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped

@@ -92,17 +92,16 @@ class LineSearchStep(StepRule):
         if not gradients or not are_finite([loss, *gradients.values()]):
             return Outcome(loss, is_skipped=True)
         renewal = context.renew(gradients)
-        monitor = context.preconditioner.monitor
-        with monitor.timed("solve"):
+        timed = context.preconditioner.monitor.timed
+        with timed("solve"):
             context.preconditioner.recorder.scaling.unscale(gradients)
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             direction = self.direction(context, g, recall=1.0)
             direction.keep()
-            directions = direction.u
-        own = {name: context.trained[name] for name in directions}
+        own = {name: context.trained[name] for name in direction.u}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
-        step = -times_lr(directions, context.options)
-        with monitor.timed("trials"), restoring(own, search.starts):
+        step = -times_lr(direction.u, context.options)
+        with timed("trials"), restoring(own, search.starts):
             found = search.lowest(step.mul, search.origin, "straight")
             accept(search, found, context.options)
         entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}

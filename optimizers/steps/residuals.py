@@ -134,24 +134,18 @@ class ResidualStep(StepRule):
             check_trained(jacobian.shapes, context.trained)
             self.known.add(len(replay.values))
             with timed("step"):
-                entry = self._moved(jacobian, replay, context, loss)
+                # a root of zero has no derivative
+                good = all_finite([loss, *jacobian.transposed(replay.values).values()])
+                is_good, value = map(float, to_host([good, loss]))
+                move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
+                entry = parts.monitor.attempt(move)
         finally:
             replay.after.restore()
         if entry is not None:
-            rollbacks = entry.pop("rollbacks")
-            return Outcome(loss, entry=entry, rollbacks=rollbacks)
+            return Outcome(loss, entry=entry, rollbacks=entry.pop("rollbacks"))
         if not bool(loss.isfinite()):
             replay.before.restore_buffers()
         return Outcome(loss, is_skipped=True)
-
-    def _moved(
-        self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Tensor
-    ) -> dict[str, Any] | None:
-        """The entry for the history; None, and nothing has changed, where loss or Jacobian are not finite."""
-        good = all_finite([loss, *jacobian.transposed(replay.values).values()])  # a root of zero has no derivative
-        is_good, value = map(float, to_host([good, loss]))
-        move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
-        return context.preconditioner.monitor.attempt(move)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
