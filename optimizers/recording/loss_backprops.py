@@ -68,7 +68,7 @@ class LossBackprops:
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
-        self.kept: list[Any] = []  # what only the hooks on a graph would hold, or their graph itself would
+        self.kept: list[Any] = []  # passes, until the next step: what is on their own graph would hold them for ever
         self._forget()
 
     def _forget(self) -> None:

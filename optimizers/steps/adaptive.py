@@ -185,11 +185,7 @@ class AdaptiveStep(StepRule):
 
 
 class HandOverStep(StepRule):
-    """Leaves the steps to the plain rule, for good, once a batch is too small for a quadratic model of its own.
-
-    The first steps are long either way, and both rules profit from them. Later a step that is the best for one batch
-    fits its noise; what averages over batches gets further then, and costs less.
-    """
+    """Leaves the steps to the plain rule, for good, once the best step for one batch fits the noise of that batch."""
 
     needs_closure = True
     differentiates_model = True

@@ -27,12 +27,7 @@ LEAST_STEP = 2.0**-10  # for that, where no step was better
 
 
 class GaussNewton:
-    """``d = -J^+ r`` in the smaller of parameter and sample space.
-
-    Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
-    loss stops falling; coarser pseudo-inverses are tried where that brings little. With `by_damping` the damping
-    follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
-    """
+    """``d = -J^+ r`` in the smaller of parameter and sample space, by line search or `by_damping`; see `_Step`."""
 
     def __init__(self, by_damping: bool) -> None:
         self._by_damping = by_damping
@@ -83,7 +78,7 @@ class _Step:
         self.damping, self.momentum = shared["damping"] or 0.0, shared["momentum"] or 0.0
 
     def line_search(self) -> tuple[dict[str, Any], LinePoint]:
-        """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
+        """The lowest loss along steps bent to second order: by ``J^+``, or coarser ones where that brings little."""
         memory, loss = self.memory, self.search.origin.loss
         best, count = self.search.origin, 0
         d = self._direction(self.damping)
@@ -107,7 +102,7 @@ class _Step:
         return {"damping": self.damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
 
     def levenberg_marquardt(self) -> tuple[dict[str, Any], LinePoint]:
-        """More damping until the loss falls."""
+        """More damping until the loss falls; it follows the reduction ratio."""
         memory, loss, largest = self.memory, self.search.origin.loss, self.problem.largest
         if memory.damping <= 0:
             memory.damping = FIRST_DAMPING * largest
