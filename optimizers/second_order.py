@@ -111,8 +111,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
         for group in self.param_groups:
             check_numbers(group)
-        is_new = self.residual_rule is None and (self.rule.needs_closure or not self.store.blocks)
-        if closure is None and is_new and not any(group["lr"] for group in self.param_groups):
+        may_rest = self.residual_rule is None and (self.rule.needs_closure or not self.store.blocks)
+        if closure is None and may_rest and not any(group["lr"] for group in self.param_groups):
             return None  # nothing can move: `torch.distributed.checkpoint` takes such a step to create the state
         with torch.no_grad():
             return self._run(closure).loss
@@ -204,8 +204,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         if watch is not None:
             watch.check_loss(value)
         if context.closure is not None:  # it may have renamed parameters, as spectral_norm does
-            context, evaluation = self._context(context.closure), replace(evaluation, value=value)
-        outcome = self.rule.step(context, evaluation)
+            context = self._context(context.closure)
+        outcome = self.rule.step(context, evaluation if value is evaluation.value else replace(evaluation, value=value))
         if not isinstance(outcome, Outcome):
             raise TypeError(
                 f"step_rule: {type(self.rule).__name__}.step returned a {type(outcome).__name__}; return an "

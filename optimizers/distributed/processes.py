@@ -71,7 +71,7 @@ class Processes:
         self.rank, self.size = 0, 1
         self.is_alone = not (dist.is_available() and dist.is_initialized())
         if not self.is_alone:
-            self.given = dist.group.WORLD if config.group is None else config.group
+            self.given: Any = dist.group.WORLD if config.group is None else config.group
             self.rank, self.size = dist.get_rank(self.given), dist.get_world_size(self.given)
             self.ranks = dist.get_process_group_ranks(self.given)
 
@@ -81,9 +81,12 @@ class Processes:
         return self.subgroup(range(self.size))
 
     def subgroup(self, ranks: Iterable[int]) -> Any:
-        """A new process group of these ranks; only they take part in making it."""
+        """A new process group of these ranks, with the timeout of the user's; only they take part in making it."""
         chosen = [self.ranks[rank] for rank in ranks]
-        timeout = _timeout_of(self.given, self.device)
+        try:
+            timeout = self.given._get_backend(self.device).options._timeout
+        except (AttributeError, RuntimeError):
+            timeout = None  # the default
         return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
 
     def all_gather_objects(self, own: Any, group: Any = None) -> list[Any]:
@@ -148,14 +151,6 @@ class Processes:
                 "wrap the model in DistributedDataParallel or average them before step(); for models that are trained "
                 "apart pass distributed=Distributed(group=...), a group of this process alone"
             )
-
-
-def _timeout_of(group: Any, device: torch.device) -> Any:
-    """The timeout of the user's own group; None: the default."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def vectors_of_global_batch(

@@ -92,13 +92,6 @@ class Arrived:
     factor: float | Tensor | None = None  # see `SampleFactors`, of all samples; None before a gradient is at an output
     measured: object = None  # since when the gradient was sent back once more, with factors that differ
 
-    def sums(self) -> dict[str, Tensor]:
-        """`whole`, and what `computed` adds up to, by parameter."""
-        found = dict(self.whole)
-        for name, g in (pair for own in self.computed.values() for pair in own.items()):
-            found[name] = found[name] + g if name in found else g
-        return found
-
     def clear(self) -> None:
         self.backprops[:] = [None] * len(self.backprops)
         self.computed.clear()
@@ -152,17 +145,14 @@ class LayerBackprops(LossBackprops):
         if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and arrival.measured is not self.since:
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
-        self._share(arrival, factor)
+        # what goes back from several outputs has one factor for all samples of all
+        before = arrival.factor
+        if isinstance(factor, Tensor) and factor.ndim or before is not None and bool(factor != before):
+            warn_once(SEVERAL, logger="optimizers")
+            factor = float(arrival.found.count)
+        arrival.factor = factor
         found = squares_along(regular(output), regular(gradient))
         arrival.squares = arrival.squares + found.to(arrival.squares.device)
-
-    def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
-        """Note the factor of all samples; what goes back from several outputs has one for all of them."""
-        before, plain = arrival.factor, float(arrival.found.count)
-        differ = isinstance(factor, Tensor) and factor.ndim or before is not None and bool(factor != before)
-        if differ:
-            warn_once(SEVERAL, logger="optimizers")
-        arrival.factor = plain if differ else factor
 
     def _measure(
         self, arrival: Arrived, edges: Sequence[GradientEdge | None], output: Tensor, gradient: Tensor, factor: Tensor
@@ -240,10 +230,13 @@ class LayerBackprops(LossBackprops):
             each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
             times = partial(_times, each)
             backprops = [None if b is None else times(b) for b in own.backprops]
-            whole, found = {name: times(g) for name, g in own.sums().items()}, own.found
-            measured = self.store.measure_backprops(found.tape, backprops, whole, self._facts(own))
-            sums = OutputScale.in_metric(times(times(own.squares)), own.found.count)
-            self.passes.total.add_(Measured(measured, sums))
+            whole = dict(own.whole)
+            for name, g in (pair for sums in own.computed.values() for pair in sums.items()):
+                whole[name] = whole[name] + g if name in whole else g
+            whole = {name: times(g) for name, g in whole.items()}
+            measured = self.store.measure_backprops(own.found.tape, backprops, whole, self._facts(own))
+            size = OutputScale.in_metric(times(times(own.squares)), own.found.count)
+            self.passes.total.add_(Measured(measured, size))
         for sent in self.measured:
             self.passes.total.add_(sent)
         if self.measured and (rest := 1 / self.division.unit(scale())) != 1:

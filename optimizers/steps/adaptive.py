@@ -94,8 +94,7 @@ class AdaptiveStep(StepRule):
     def _loss_before(self, replay: Replay) -> Tensor:
         """The loss (1,) of a new batch before the last step; (0,) without one."""
         parameters = dict(replay.model.named_parameters())
-        is_renamed = not self.start.keys() <= parameters.keys()
-        if not self.last or is_renamed:
+        if not self.last or not self.start.keys() <= parameters.keys():  # renamed
             return replay.value.new_empty(0)
         here = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
@@ -133,7 +132,7 @@ class AdaptiveStep(StepRule):
         if len(earlier) and self.progress >= RESOLVED * abs(entry["loss"]):
             self._confirm(float(earlier), entry["loss"])
             entry["confirmed"] = self.confirmed
-        if not model.is_finite:
+        if not are_finite([slopes, norms, curvature]):
             self.forget()
             return entry
         least_ratio = FIRST_RATIO if self.damping < 0 else LEAST_RATIO

@@ -19,7 +19,6 @@ DIFFERENTIATES = (
     "outputs is not that of their derivatives; return the residuals r (M,), whose loss is 1/2 ||r||^2, and call no "
     "backward(). Penalties on gradients go in a loop without a closure"
 )
-
 CALLED_BEFORE = (
     "closure: it returned {} of outputs that the model computed before the closure was called. This step calls the "
     "closure again for other parameters, so the closure itself has to call the model"

@@ -60,10 +60,6 @@ class Quadratic:
         scale = torch.where(size > 0, size, 1.0).rsqrt()
         return scale[:, None] * matrix * scale, scale
 
-    @property
-    def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(x).all()) for x in (self.slopes, self.curvature, self.norms))
-
     def first_damping(self) -> float:
         """A share of the curvature along the sum of the directions, or of the slope; -1 if these say nothing."""
         whole = torch.ones_like(self.slopes)

@@ -249,7 +249,8 @@ class SubspaceSolver:
         if given is not None:
             self.damping = float(given)
         elif self.damping < 0:
-            self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
+            norm = max(sum(float(inner(g, g)) for g in gradient.values()), 1e-30)
+            self.damping = FIRST_DAMPING * (max(float(jacobian.times(gradient).square().sum()), 1e-30) / norm)
         scales = {name: rate / lr for name, rate in rates.items()}
         space = self._spanned(jacobian, values, gradient, scales)
         if not space.bring_to_host():
@@ -337,9 +338,3 @@ def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:
     """A symmetric matrix with new columns (all rows) and the rows that mirror them."""
     old = len(matrix)
     return torch.cat([torch.cat([matrix, columns[:old].mT]), columns], 1)
-
-
-def _curvature_along(jacobian: Jacobian, d: Named) -> float:
-    """``|J d|^2 / |d|^2``, and no less than the least number that is not zero."""
-    norm = sum(float(inner(x, x)) for x in d.values())
-    return max(float(jacobian.times(d).square().sum()), 1e-30) / max(norm, 1e-30)
