@@ -9,28 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-OPTIONAL = "damping", "momentum"  # may be None
-RANGES = (
-    ("lr", 0.0, math.inf, False),
-    ("momentum", 0.0, 1.0, True),
-    ("weight_decay", 0.0, math.inf, False),
-    ("damping", 0.0, math.inf, False),
-    ("factor_decay", 0.0, 1.0, True),
-)
-
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
-
-
-def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Refuse numbers out of their range, those in a parameter group as well as arguments."""
-    for name, low, high, open_end in RANGES:
-        if type(value := arguments.get(name)) is float and low <= value < high:
-            continue
-        if name in arguments and not (arguments[name] is None and name in OPTIONAL):
-            check_range(name, arguments[name], low, high, open_end)
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block
-from optimizers.arguments import check_numbers
 from optimizers.former_checkpoints import from_version_4
-from optimizers.model_optimizer import ModelOptimizer
+from optimizers.model_optimizer import ModelOptimizer, check_numbers
 
 VERSION, FORMER = 5, 4  # the one that is saved, and another that is read
 JOINT = "kfac"  # key of what belongs to no parameter alone
@@ -53,13 +52,16 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
     if joint["version"] == FORMER:
         joint = from_version_4(joint)
-    for key, here in kind.items():
-        there = joint["kind"].get(key, here)
-        if there != here:
-            raise ValueError(f"state_dict: of an optimizer with {key} {there!r}, and this one has {here!r}")
+    for key, own in kind.items():
+        if (found := joint["kind"].get(key, own)) != own:
+            raise ValueError(f"state_dict: of an optimizer with {key} {found!r}, and this one has {own!r}")
     for name in PLAIN_PARTS:
         _check_keys(parts[name].keys(), joint[name])
-    _check_shapes(opt.shapes(), joint["shapes"])
+    here, there = opt.shapes(), joint["shapes"]
+    for name in [*here, *there]:
+        own, found = here.get(name, "nowhere"), there.get(name, "nowhere")
+        if own != found:
+            raise ValueError(f"state_dict: of another model; {name} has shape {found} there and {own} here")
     named = _by_name(opt, state)
     for name, p in opt.trained().items():
         _check_entry(name, p, named[name], joint["kept"].get(name, []))
@@ -83,13 +85,6 @@ def _check_keys(expected: Iterable[str], found: Mapping[str, Any]) -> None:
     missing = sorted(set(expected) - found.keys())
     if missing:
         raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(found)}")
-
-
-def _check_shapes(here: Mapping[str, list[int]], there: Mapping[str, list[int]]) -> None:
-    for name in [*here, *there]:
-        own, found = (shapes.get(name, "nowhere") for shapes in (here, there))
-        if own != found:
-            raise ValueError(f"state_dict: of another model; {name} has shape {found} there and {own} here")
 
 
 def _separated(given: Mapping[str, Any]) -> tuple[State, State]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from curvature.recording import unwrap_compiled, warn_once
-from optimizers.arguments import check_numbers
+from optimizers.arguments import check_range
 from optimizers.monitor import Monitor
 
 LOG = logging.getLogger(__name__)
@@ -22,6 +23,14 @@ IN_TURN = (
     "give each parameters of its own"
 )
 ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which are told of other optimizers' steps
+RANGES = (  # of options and arguments: the end is not in the range where it is infinite, or so marked
+    ("lr", 0.0, math.inf, False),
+    ("momentum", 0.0, 1.0, True),
+    ("weight_decay", 0.0, math.inf, False),
+    ("damping", 0.0, math.inf, False),
+    ("factor_decay", 0.0, 1.0, True),
+)
+OPTIONAL = "damping", "momentum"  # may be None
 STEPPING: list[ref[torch.optim.Optimizer]] = []  # those whose step is being made, each within the one before
 
 
@@ -73,22 +82,6 @@ class ModelOptimizer(torch.optim.Optimizer):
         names = self._names
         return {names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
-    def present(self) -> dict[str, nn.Parameter]:
-        """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
-        now = dict(self.model.named_parameters())
-        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
-        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
-        trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
-        return {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
-
-    def options(self) -> dict[str, dict[str, Any]]:
-        """The options of each parameter's group, by name, as plain numbers (a scheduler may keep tensors)."""
-        found: dict[str, dict[str, Any]] = {}
-        for group in self.param_groups:
-            plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            found |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
-        return found
-
     def warn_of_unknown_parameters(self) -> None:
         """Log parameters of the model that have a gradient and are in no group, such as those of a replaced head."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
@@ -103,11 +96,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
         self._around = STEPPING[:]
-        if not self._has_stepped or not self._since or self._is_told:
-            self._has_stepped = True
-            self._since.clear()
-            return
-        own = _moved(self)
+        own = _moved(self) if self._has_stepped and self._since and not self._is_told else set()
         for other, moved in list(self._since.items()):
             if both := own & moved:
                 kinds = sorted((type(self).__name__, type(other).__name__))
@@ -116,6 +105,7 @@ class ModelOptimizer(torch.optim.Optimizer):
                 for one in (self, other):
                     if isinstance(one, ModelOptimizer):
                         one._is_told = True
+        self._has_stepped = True
         self._since.clear()
 
     def name_of(self, p: Tensor) -> str:
@@ -150,40 +140,37 @@ class ModelOptimizer(torch.optim.Optimizer):
 def _watch_steps() -> None:
     """Hooks of torch, for all optimizers; code of a compiled step has none of them."""
     compiles = torch.compiler.is_compiling
-    register_optimizer_step_pre_hook(lambda optimizer, *_: None if compiles() else _enter(optimizer))
-    register_optimizer_step_post_hook(lambda optimizer, *_: None if compiles() else _tell(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: None if compiles() else _note(optimizer, True))
+    register_optimizer_step_post_hook(lambda optimizer, *_: None if compiles() else _note(optimizer, False))
 
 
-def _enter(optimizer: torch.optim.Optimizer) -> None:
-    _leave(optimizer)  # a step that has raised
-    STEPPING.append(ref(optimizer))
-
-
-def _leave(optimizer: torch.optim.Optimizer) -> None:
-    """Its step and all within it are over."""
-    for k, one in enumerate(STEPPING):
-        if one() is optimizer:
-            del STEPPING[k:]
-            break
-    for one in [one for one in STEPPING if one() is None] if STEPPING else ():
-        STEPPING.remove(one)
-
-
-def _tell(optimizer: torch.optim.Optimizer) -> None:
-    """Tell all others of a step, but for those whose own steps it consists of."""
-    _leave(optimizer)
-    if len(ALIVE) == 1 and isinstance(optimizer, ModelOptimizer):  # which is the one that is alive
-        return
-    others = [own for own in ALIVE if own is not optimizer and all(one() is not optimizer for one in own._around)]
-    moved = _moved(optimizer) if others else set()
-    for own in others:
-        own._since[optimizer] = moved
+def _note(optimizer: torch.optim.Optimizer, begins: bool) -> None:
+    """A step begins, or is over: then tell all others of it, but for those whose own steps it consists of."""
+    alive = [one for one in STEPPING if one() is not None]
+    # its own, also one that has raised, is over, with all within it
+    STEPPING[:] = alive[: next((k for k, one in enumerate(alive) if one() is optimizer), len(alive))]
+    if begins:
+        STEPPING.append(ref(optimizer))
+    elif len(ALIVE) > 1 or not isinstance(optimizer, ModelOptimizer):  # which else is the one that is alive
+        others = [own for own in ALIVE if own is not optimizer and all(one() is not optimizer for one in own._around)]
+        moved = _moved(optimizer) if others else set()
+        for own in others:
+            own._since[optimizer] = moved
 
 
 def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
     """The parameters that a step has moved; all, where their gradients are gone."""
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return {id(p) for p in every if p.grad is not None} or {id(p) for p in every}
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Refuse numbers out of their range, those in a parameter group as well as arguments."""
+    for name, low, high, open_end in RANGES:
+        if type(value := arguments.get(name)) is float and low <= value < high:
+            continue
+        if name in arguments and not (arguments[name] is None and name in OPTIONAL):
+            check_range(name, arguments[name], low, high, open_end)
 
 
 def parameter_group(group: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -24,36 +25,6 @@ EVENTS = {
     "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",
     "diagonal": "no decomposition of a block succeeded yet; its diagonal stands in",
 }
-
-
-class Timed:
-    """Adds the seconds inside to those of a part."""
-
-    def __init__(self, seconds: dict[str, float], part: str) -> None:
-        self.seconds, self.part = seconds, part
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds[self.part] = self.seconds.get(self.part, 0.0) + time.perf_counter() - self.start
-
-
-class Watched:
-    """Counts decompositions that failed and were recovered inside; logs the first of each kind."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        self.counts = counts
-
-    def __enter__(self) -> None:
-        self.before = dict(self.counts)
-        self.token = RECOVERIES.set(self.counts)
-
-    def __exit__(self, *exception: object) -> None:
-        RECOVERIES.reset(self.token)
-        for what in EVENTS:
-            if what in self.counts and what not in self.before:
-                LOG.warning("%s (counted in stats() as %r from now on)", EVENTS[what], what)
 
 
 class Monitor:
@@ -88,11 +59,26 @@ class Monitor:
 
     # -- events and seconds
 
-    def watching(self) -> Watched:
-        return Watched(self.counts)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count decompositions that fail and are recovered inside; log the first of each kind."""
+        before, token = dict(self.counts), RECOVERIES.set(self.counts)
+        try:
+            yield
+        finally:
+            RECOVERIES.reset(token)
+            for what in EVENTS:
+                if what in self.counts and what not in before:
+                    LOG.warning("%s (counted in stats() as %r from now on)", EVENTS[what], what)
 
-    def timed(self, part: str) -> Timed:
-        return Timed(self.seconds, part)
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds inside to those of a part."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def attempt(self, move: Callable[[], Entry]) -> Entry | dict[str, Any]:
         """The entry that `move` returns, or that of a step not accepted if a decomposition fails.

@@ -1,19 +1,15 @@
 """An optimizer composed of a recorder, a store of curvature, a preconditioner and a step rule.
 
-The recorder has measured the forward and backward passes before ``step`` is called. A step then runs
-
-    step -> _run -> rule.evaluate   call the closure, if there is one
-                 -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
-                 -> move            add the displacement to the parameters
-
-A closure that returns residuals switches to a rule of its own, for good.
+The recorder has measured the passes before ``step`` is called. `_run` then lets the rule call the closure, if there is
+one, renew the curvature, solve and decide on a displacement (an `Outcome`), and adds it to the parameters. A closure
+that returns residuals switches to a rule of its own, for good.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,22 +21,22 @@ from curvature.linalg import by_device
 from curvature.losses import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
-from optimizers.arguments import check_numbers, check_whole, require_one_device
+from optimizers.arguments import check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
-from optimizers.model_optimizer import ModelOptimizer
+from optimizers.model_optimizer import ModelOptimizer, check_numbers
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
+from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Outcome, StepContext, StepRule, first_evaluation
+from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
-RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
     "%s.step: no parameter had a gradient at three steps in a row, and nothing moves; call loss.backward() before the "
     "step, and train the model that the optimizer was given, not a copy"
@@ -72,7 +68,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.residual_rule: ResidualStep | None = None  # makes the steps once a closure has returned residuals
         self.takes_loss = False  # whether a closure has returned a loss
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
-        self.forms = self._forms()
+        self.forms: dict[int, tuple[torch.dtype, torch.device]] = {}  # that all state has, by parameter
+        self._follow_parameters()
         passes = Passes(weakly(self._has_gradients))
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
@@ -84,7 +81,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.preconditioner = Preconditioner(
             store, self.recorder, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
         )
-        self.recorder.expect()
+        self.recorder.listener.expect(True)
         self.empty_steps = 0  # in a row
         self._warn_of_rates("lr")
 
@@ -114,8 +111,9 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
         for group in self.param_groups:
             check_numbers(group)
-        if closure is None and self._is_at_rest():
-            return None
+        may_rest = self.residual_rule is None and (self.rule.needs_closure or not self.store.blocks)
+        if closure is None and may_rest and not any(group["lr"] for group in self.param_groups):
+            return None  # nothing can move: `torch.distributed.checkpoint` takes such a step to create the state
         with torch.no_grad():
             return self._run(closure).loss
 
@@ -142,15 +140,9 @@ class SecondOrderOptimizer(ModelOptimizer):
         """Make the solver for residuals; refuses arguments that have no meaning for them."""
         raise NotImplementedError
 
-    def _is_at_rest(self) -> bool:
-        """Whether no parameter could move: `torch.distributed.checkpoint` takes such a step to create the state."""
-        if self.residual_rule is not None or (self.store.blocks and not self.rule.needs_closure):
-            return False
-        return not any(group["lr"] for group in self.param_groups)
-
     def _run(self, closure: Callable[[], Any] | None) -> Outcome:
         """Make a step by the rule, apply its displacement, and report it to monitor and schedule."""
-        self.recorder.reset()
+        self.recorder.listener.reset()  # after an interrupted forward pass
         self.recorder.scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._follow_parameters()
         if closure is not None and hasattr(self, "found_inf"):
@@ -165,20 +157,28 @@ class SecondOrderOptimizer(ModelOptimizer):
             outcome = force_eager()(make)(context) if is_differentiated else make(context)
         if outcome.displacement:
             trained = context.trained if closure is None else self.trained()  # the closure may have renamed them
-            move(trained, outcome.displacement)
+            moved, steps = [trained[name] for name in outcome.displacement], iter(outcome.displacement.values())
+            for own in by_device(list(map(to_local, moved)) if any_sharded(moved) else moved):
+                torch._foreach_add_(own, [next(steps) for _ in own])
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.renewal.renewed:
             self.warn_of_unknown_parameters()
             if not self.monitor.steps:
                 self._warn_of_rates("initial_lr", "max_lr")  # where schedulers of torch put theirs
+        self.empty_steps += 1
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
+            self.empty_steps = 0
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()
-        self._note_emptiness(outcome)
+            self.empty_steps = 0
+        if self.empty_steps == MOST_EMPTY:
+            warn_once(EMPTY, type(self).__name__, logger="optimizers")
+        for p in [p for p, state in self.state.items() if not state]:
+            del self.state[p]
         self._expect()
         return outcome
 
@@ -188,17 +188,24 @@ class SecondOrderOptimizer(ModelOptimizer):
         """By the rule. If the first closure returns residuals, undo its side effects and step on them instead."""
         is_first = context.closure is not None and not self.takes_loss
         before = ModelState(self.model) if is_first else None
-        evaluation = first_evaluation(self.rule, context) if is_first else self.rule.evaluate(context)
-        if self.takes_loss and evaluation.is_residuals and len(evaluation.value) == 1:
-            evaluation = replace(evaluation, value=evaluation.value[0])
-        if evaluation.is_residuals:
+        with ClosureWatch(self.model) if is_first else nullcontext() as watch:
+            evaluation = self.rule.evaluate(context)
+        value = evaluation.value
+        if watch is not None:
+            value = watch.loss_or_residuals(value)
+        elif self.takes_loss and isinstance(value, Tensor) and value.shape == (1,):
+            value = value[0]
+        if isinstance(value, Tensor) and value.ndim == 1:
             self.recorder.discard()
             if before is not None:
                 before.restore()
             with self._taking_residuals():
                 return self._step_on_residuals(context)
-        # the closure may have renamed parameters, as spectral_norm does
-        outcome = self.rule.step(self._context(context.closure) if context.closure else context, evaluation)
+        if watch is not None:
+            watch.check_loss(value)
+        if context.closure is not None:  # it may have renamed parameters, as spectral_norm does
+            context = self._context(context.closure)
+        outcome = self.rule.step(context, evaluation if value is evaluation.value else replace(evaluation, value=value))
         if not isinstance(outcome, Outcome):
             raise TypeError(
                 f"step_rule: {type(self.rule).__name__}.step returned a {type(outcome).__name__}; return an "
@@ -210,7 +217,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _step_on_residuals(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
         with self.recorder.paused():
-            outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
+            outcome = self.residual_rule.step(context, Evaluation())
         self.recorder.stop()
         return outcome
 
@@ -236,20 +243,16 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.arguments["step_rule"] is None and 0 < largest < LEAST_USUAL_RATE:
             warn_once(RATE, type(self).__name__, f"{largest:.3g}", logger="optimizers")
 
-    def _note_emptiness(self, outcome: Outcome) -> None:
-        """Say so where nothing moves; keep no empty state."""
-        self.empty_steps = 0 if outcome.is_step or outcome.is_skipped else self.empty_steps + 1
-        if self.empty_steps == MOST_EMPTY:
-            warn_once(EMPTY, type(self).__name__, logger="optimizers")
-        for p in [p for p, own in self.state.items() if not own]:
-            del self.state[p]
-
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
         if self.teams.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
-        return StepContext(closure, trained, self.options(), states, self.preconditioner)
+        options: dict[str, dict[str, Any]] = {}
+        for group in self.param_groups:  # a scheduler may keep tensors in them
+            plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            options |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
+        return StepContext(closure, trained, options, states, self.preconditioner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
@@ -304,13 +307,14 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.teams.forget_inverses()
         self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
-        parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
+        rules = {name: parts[name] for name in ("rule", "residual_rule")}
+        parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), rules)
         devices = {name: p.device for name, p in self.model.named_parameters()}
-        schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
-        schedule.load_state_dict(parts["intervals"])
+        self.preconditioner.schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
+        residual = parts["residual_rule"]
         self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
@@ -318,25 +322,25 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._expect()
 
     def _parts(self) -> dict[str, Any]:
-        schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
-            "intervals": schedule.state_dict(),
+            "intervals": self.preconditioner.schedule.state_dict(),
             "recorder": self.recorder.state_dict(),
             "rule": self.rule.state_dict(),
-            "residual_rule": None if residual is None else residual.state_dict(),
+            "residual_rule": None if self.residual_rule is None else self.residual_rule.state_dict(),
             "curvature": self.store.state_dict(),
         }
 
     # -- parameters that change their precision or device, as by ``model.double()``
 
-    def _forms(self) -> dict[int, tuple[torch.dtype, torch.device]]:
-        return {id(p): (p.dtype, p.device) for group in self.param_groups for p in group["params"]}
-
     def _recorded_parameters(self) -> dict[str, nn.Parameter]:
-        """`present`, for a forward pass that is recorded now."""
+        """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
         self._follow_parameters()
-        found = self.present()
+        now = dict(self.model.named_parameters())
+        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
+        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
+        found = {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
         self.store.drop_replaced(found)
         return found
 
@@ -357,12 +361,15 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _expect(self) -> None:
         """Prepare for the next forward pass; have the whole of displacements that are sharded at hand, if it asks."""
-        found = self._displacement() if self.recorder.expect() else {}
+        is_due = self.recorder.may_be_due()
+        self.recorder.listener.expect(is_due)
+        found = self._displacement() if is_due else {}
         self.gathered = {name: to_full(to_local(d), d) for name, d in found.items() if is_sharded(d)}
 
     def _follow_parameters(self) -> None:
         """Bring all state to the precision and device that the parameters have now."""
-        before, self.forms = self.forms, self._forms()
+        before = self.forms
+        self.forms = {id(p): (p.dtype, p.device) for group in self.param_groups for p in group["params"]}
         if self.forms == before or all(before.get(k, form) == form for k, form in self.forms.items()):
             return
         parts = self._parts()
@@ -377,14 +384,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
         groups = [dict(group) for group in self.param_groups]
         return rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
-
-
-def move(parameters: Mapping[str, Tensor], displacement: Mapping[str, Tensor]) -> None:
-    """Add a displacement to the local shards of parameters, in one call for each device."""
-    moved = [parameters[name] for name in displacement]
-    steps = iter(displacement.values())
-    for own in by_device(list(map(to_local, moved)) if any_sharded(moved) else moved):
-        torch._foreach_add_(own, [next(steps) for _ in own])
 
 
 def checked_model(

@@ -71,7 +71,7 @@ class Processes:
         self.rank, self.size = 0, 1
         self.is_alone = not (dist.is_available() and dist.is_initialized())
         if not self.is_alone:
-            self.given = dist.group.WORLD if config.group is None else config.group
+            self.given: Any = dist.group.WORLD if config.group is None else config.group
             self.rank, self.size = dist.get_rank(self.given), dist.get_world_size(self.given)
             self.ranks = dist.get_process_group_ranks(self.given)
 
@@ -81,15 +81,16 @@ class Processes:
         return self.subgroup(range(self.size))
 
     def subgroup(self, ranks: Iterable[int]) -> Any:
-        """A new process group of these ranks; only they take part in making it."""
+        """A new process group of these ranks, with the timeout of the user's; only they take part in making it."""
         chosen = [self.ranks[rank] for rank in ranks]
-        timeout = _timeout_of(self.given, self.device)
+        try:
+            timeout = self.given._get_backend(self.device).options._timeout
+        except (AttributeError, RuntimeError):
+            timeout = None  # the default
         return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
 
     def all_gather_objects(self, own: Any, group: Any = None) -> list[Any]:
-        """The objects of all processes, by rank."""
-        if self.size == 1:
-            return [own]
+        """The objects of all processes, several, by rank."""
         group = self.group if group is None else group
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
@@ -142,8 +143,6 @@ class Processes:
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""
-        if self.size == 1:
-            return
         own = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
         most, least = self.all_reduce_max([own, -own])
         if most + least > GRADIENT_TOLERANCE * most:
@@ -154,21 +153,10 @@ class Processes:
             )
 
 
-def _timeout_of(group: Any, device: torch.device) -> Any:
-    """The timeout of the user's own group; None: the default."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def vectors_of_global_batch(
     inject: Injection, output: Tensor, loss: Any, target: Any, processes: Processes, seed: Callable[[], int]
 ) -> Tensor:
-    """This process's slice (k, N, ...) of the vectors that one process would draw for all parts, of equal sizes.
-
-    For a large batch each process draws its own vectors instead.
-    """
+    """This process's slice (k, N, ...) of the vectors that one would draw for all; of a large batch, its own."""
     if not inject.is_random:
         return inject.vectors(output, loss, target)
     rank, size = processes.rank, processes.size

@@ -19,12 +19,7 @@ Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Statistics:
-    """Sums over all processes of what forward passes have measured since the last renewal.
-
-    `launch` sends the sums that existed at the last renewal as soon as the backward pass begins; `finish` sends new and
-    late ones. Each process launches once between two calls of `finish`, at any step: some processes may have no batch
-    at a step, so no process may wait for the others before `finish`.
-    """
+    """Sums over all processes of what forward passes have measured since the last renewal."""
 
     def __init__(self, processes: Processes, passes: Passes, store: CurvatureStore) -> None:
         self.processes, self.passes, self.store = processes, passes, store
@@ -47,7 +42,8 @@ class Statistics:
         return self.passes.total.pop_sums(self.processes.rank, self.processes.size)
 
     def launch(self) -> None:
-        """Start the all-reduce; at most once until `finish`."""
+        """As a backward pass begins, start to send the sums that all know; `finish` sends new and late ones."""
+        # once until `finish`, at any step, and without waiting: others may have no batch at a step
         if self.begun is not None or not self.layout:
             return
         found = self._taken()

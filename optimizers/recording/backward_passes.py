@@ -54,27 +54,14 @@ class Measured:
         return found
 
 
-class Pass:
-    """Measurements of a forward pass; the hooks on its outputs keep it alive."""
-
-    def __init__(self, measured: Measured, step: object) -> None:
-        self.measured, self.step = measured, step
-
-
 class Passes:
-    """Recorded passes until a step takes them. One counts once a gradient arrives at one of its outputs.
-
-    If gradients never reach the outputs (a loss of hidden features), the last pass counts.
-
-    Args:
-        has_gradients: whether a parameter has a gradient now.
-    """
+    """Recorded passes until a step takes them: those at whose outputs gradients arrive, or else the last."""
 
     def __init__(self, has_gradients: Callable[[], Any] = lambda: True) -> None:
-        self.has_gradients = has_gradients
+        self.has_gradients = has_gradients  # whether a parameter has a gradient now
         self.step = object()  # which one is to come
         self.total = Measured()  # of the passes that count
-        self.last: Pass | None = None
+        self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
         self.zeroed = 0  # how often gradients were zeroed
@@ -86,22 +73,20 @@ class Passes:
         self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None],
         chosen: Callable[[Tensor], Measured] | None = None,
     ) -> None:  # fmt: skip
-        """Count a pass once a gradient of its outputs arrives that goes on to `parameters` or has a graph.
-
-        With `chosen`, that gradient says what was measured.
-        """
-        self.last = found = Pass(measured, self.step)
-        me = weakref.ref(self)
+        """Count a pass, as `measured` or `chosen` by the gradient, once one arrives that trains or has a graph."""
+        self.last = measured
+        me, step = weakref.ref(self), self.step
 
         def arrive(gradient: Tensor) -> None:
+            nonlocal step
             passes = me()
-            if passes is None or found.step is not passes.step or is_batched(gradient):
+            if passes is None or step is not passes.step or is_batched(gradient):
                 return
             if torch.is_grad_enabled() or is_training(parameters):
                 passes.note_backward(parameters)
                 passes.begin(discard)
-                passes.total.add_(found.measured if chosen is None else chosen(gradient))
-                found.step = None
+                passes.total.add_(measured if chosen is None else chosen(gradient))
+                step = None
 
         for x in outputs:
             handle = x.register_hook(arrive)
@@ -131,7 +116,7 @@ class Passes:
     def settle(self) -> None:
         """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
         if not self.arrived and self.last is not None:
-            self.total.add_(self.last.measured)
+            self.total.add_(self.last)
         self._end()
 
     def take(self) -> Measured:
@@ -151,10 +136,7 @@ class Passes:
 
 
 def is_transformed(model: nn.Module) -> bool:
-    """Whether torch.func, forward-mode differentiation or a trace runs the model now: no training pass.
-
-    But ``torch.func.grad`` of a loss by the parameters, once and of the batch, is the loop's backward pass.
-    """
+    """Whether torch.func (but ``grad`` by the parameters, once), forward mode or a trace runs the model now."""
     modes = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
     if (
         torch.autograd.forward_ad._current_level >= 0

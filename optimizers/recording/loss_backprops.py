@@ -1,7 +1,6 @@
-"""What the training loop's own backward pass brings, for ``inject=empirical()``.
+"""What the loop's own backward pass brings, for ``inject=empirical()``: backprops at uses, or rows of all parameters.
 
-Backprops at every use for curvature layer by layer, rows for that of all parameters together. Both are delivered at the
-next step, when the scale of the loss is known.
+Both are delivered at the next step, when the scale of the loss is known.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ class RecordedPass:
 class LossBackprops:
     """Listens to the training loop's backward pass; `loss` is that which the optimizer was given, or None."""
 
+    has_arrived: bool  # whether `deliver` has something to measure
+
     def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.division = Division()
-        self.zeroed = passes.zeroed  # as `passes` had it when the first of what has arrived came
         self.discard()
 
     def listen(self, found: RecordedPass) -> None:
@@ -63,21 +63,18 @@ class LossBackprops:
 
     @property
     def is_old(self) -> bool:
-        """Whether gradients were zeroed since: what has arrived belongs to none, unless nothing follows."""
+        """Whether gradients were zeroed since the first has arrived: these belong to none, unless nothing follows."""
         return self.zeroed != self.passes.zeroed
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
-        raise NotImplementedError
+        self.kept: list[Any] = []  # passes, until the next step: what is on their own graph would hold them for ever
+        self._forget()
 
-    def _scale_of_parts(self, scale: float) -> float:
-        """What the loss of each part was multiplied by, given what a loss is."""
-        return scale / self.division.by(scale)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `deliver` has something to measure."""
-        raise NotImplementedError
+    def _forget(self) -> None:
+        """Forget what has arrived."""
+        self.division.forget()
+        self.zeroed, self.has_arrived = self.passes.zeroed, False
 
 
 @dataclass
@@ -94,13 +91,6 @@ class Arrived:
     whole: dict[str, Tensor] = field(default_factory=dict)
     factor: float | Tensor | None = None  # see `SampleFactors`, of all samples; None before a gradient is at an output
     measured: object = None  # since when the gradient was sent back once more, with factors that differ
-
-    def sums(self) -> dict[str, Tensor]:
-        """`whole`, and what `computed` adds up to, by parameter."""
-        found = dict(self.whole)
-        for name, g in (pair for own in self.computed.values() for pair in own.items()):
-            found[name] = found[name] + g if name in found else g
-        return found
 
     def clear(self) -> None:
         self.backprops[:] = [None] * len(self.backprops)
@@ -126,17 +116,16 @@ class LayerBackprops(LossBackprops):
         behind = {name for node in computed for name in node.names}
         signs = found.signs() if computed else torch.ones(0, device="cpu")
         me = weakref.ref(arrival)  # held by the hooks on the graph of the outputs, and gone with it
-        for node in [*computed, *(tape.parameters[name] for name in behind)]:
-            handle = node.tensor.register_hook(partial(self._at_computed, me, weakref.ref(node), signs))
-            weakref.finalize(arrival, handle.remove)
-        for name in _whole(tape) - behind:
-            handle = tape.parameters[name].tensor.register_hook(partial(self._at_whole, me, name))
-            weakref.finalize(arrival, handle.remove)
+        nodes = [*computed, *(tape.parameters[name] for name in behind)]
+        hooks = [(node.tensor, partial(self._at_computed, me, weakref.ref(node), signs)) for node in nodes]
+        hooks += [(tape.parameters[k].tensor, partial(self._at_whole, me, k)) for k in _whole(tape) - behind]
+        for x, hook in hooks:
+            weakref.finalize(arrival, x.register_hook(hook).remove)
         held = {id(node.tensor) for use in tape.uses for node in use.results}
         places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
         for x in found.outputs:
             if x.is_leaf or id(x) in held:  # the tape would hold its own graph
-                self.without_graph.append(arrival)
+                self.kept.append(arrival)
             else:
                 own = [Source.of(x), *places] if len(found.outputs) == 1 else [Source.of(x)]
                 x.register_hook(partial(self._at_output, arrival, own, x.detach()))
@@ -156,25 +145,19 @@ class LayerBackprops(LossBackprops):
         if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and arrival.measured is not self.since:
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
-        self._share(arrival, factor)
+        # what goes back from several outputs has one factor for all samples of all
+        before = arrival.factor
+        if isinstance(factor, Tensor) and factor.ndim or before is not None and bool(factor != before):
+            warn_once(SEVERAL, logger="optimizers")
+            factor = float(arrival.found.count)
+        arrival.factor = factor
         found = squares_along(regular(output), regular(gradient))
         arrival.squares = arrival.squares + found.to(arrival.squares.device)
-
-    def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
-        """Note the factor of all samples; what goes back from several outputs has one for all of them."""
-        before, plain = arrival.factor, float(arrival.found.count)
-        differ = isinstance(factor, Tensor) and factor.ndim or before is not None and bool(factor != before)
-        if differ:
-            warn_once(SEVERAL, logger="optimizers")
-        arrival.factor = plain if differ else factor
 
     def _measure(
         self, arrival: Arrived, edges: Sequence[GradientEdge | None], output: Tensor, gradient: Tensor, factor: Tensor
     ) -> None:
-        """Send the gradient back once more, each sample's with a factor and a sign of its own.
-
-        Where the samples are in the backprop of a use is not known, so these cannot be multiplied.
-        """
+        """Send the gradient back once more, times a factor of each sample, whose place in backprops is not known."""
         found, batch, tape = arrival.found, self._facts(arrival), arrival.found.tape
         each = factor.to(gradient.device) * found.signs().to(gradient.device)
         rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))
@@ -192,7 +175,7 @@ class LayerBackprops(LossBackprops):
                 use.edge = edge
         both = (samples_first(regular(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
-        arrival.measured = self.since
+        arrival.measured, self.has_arrived = self.since, True
 
     def _at_use(self, arrival: Arrived, index: int, number: int, gradients: Sequence[Tensor]) -> None:
         if self.is_measuring or arrival.measured is self.since:
@@ -232,6 +215,7 @@ class LayerBackprops(LossBackprops):
 
     def _note(self, arrival: Arrived) -> None:
         self._begin()
+        self.has_arrived = True
         if not any(arrival is own for own in self.arrived):
             self.arrived.append(arrival)
 
@@ -241,34 +225,29 @@ class LayerBackprops(LossBackprops):
 
     def deliver(self, scale: Callable[[], float]) -> None:
         # passes that were measured before the scale was known are rescaled, and others with them
-        unit = 1.0 if self.measured or not self.arrived else self._scale_of_parts(scale())
+        unit = 1.0 if self.measured or not self.arrived else self.division.unit(scale())
         for own in self.arrived:
             each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
             times = partial(_times, each)
             backprops = [None if b is None else times(b) for b in own.backprops]
-            whole, found = {name: times(g) for name, g in own.sums().items()}, own.found
-            measured = self.store.measure_backprops(found.tape, backprops, whole, self._facts(own))
-            sums = OutputScale.in_metric(times(times(own.squares)), own.found.count)
-            self.passes.total.add_(Measured(measured, sums))
+            whole = dict(own.whole)
+            for name, g in (pair for sums in own.computed.values() for pair in sums.items()):
+                whole[name] = whole[name] + g if name in whole else g
+            whole = {name: times(g) for name, g in whole.items()}
+            measured = self.store.measure_backprops(own.found.tape, backprops, whole, self._facts(own))
+            size = OutputScale.in_metric(times(times(own.squares)), own.found.count)
+            self.passes.total.add_(Measured(measured, size))
         for sent in self.measured:
             self.passes.total.add_(sent)
-        if self.measured and (rest := 1 / self._scale_of_parts(scale())) != 1:
+        if self.measured and (rest := 1 / self.division.unit(scale())) != 1:
             self.passes.total.scale_vectors_(rest)
         self.discard()
 
     def _forget(self) -> None:
-        self.division.forget()
-        self.zeroed, self.since = self.passes.zeroed, object()
+        super()._forget()
+        self.since = object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
-
-    def discard(self) -> None:
-        self._forget()
-        self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
-
-    @property
-    def has_arrived(self) -> bool:
-        return bool(self.arrived or self.measured)
 
 
 def _counts(gradient: Tensor, tape: Tape) -> bool:
@@ -300,20 +279,15 @@ def _whole(tape: Tape) -> set[str]:
 class LossRows(LossBackprops):
     """Sends the gradient of the loss at the output back once more, sample by sample, as soon as it arrives there."""
 
-    def discard(self) -> None:
-        self.waiting: list[RecordedPass] = []
-        self._forget()
-
     def _forget(self) -> None:
-        self.division.forget()
-        self.zeroed = self.passes.zeroed
-        self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
+        super()._forget()
+        self.unit = 1.0  # what the rows are multiplied by so far
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
     def listen(self, found: RecordedPass) -> None:
         each = self.factors.usual(found.count)
         unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
-        self.waiting.append(found)  # until the next step; its own graph would hold it for ever
+        self.kept.append(found)
         handles: list[Any] = []
         for k, x in enumerate(found.outputs):
             hook = partial(self._at_output, weakref.ref(found), k, Source.of(x), unit, handles)
@@ -334,7 +308,8 @@ class LossRows(LossBackprops):
         self.passes.begin(self.teams.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
-        self.unit = unit if self.unit is None else self.unit
+        if not self.has_arrived:
+            self.unit, self.has_arrived = unit, True
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
             output = samples_first(regular(found.outputs[index]), found.count)
@@ -348,12 +323,8 @@ class LossRows(LossBackprops):
         self.passes.total.add_(Measured(measured, sums))
 
     def deliver(self, scale: Callable[[], float]) -> None:
-        if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
+        if self.has_arrived:  # only now: times the scale of the loss it may be too much for float16
             rows = self.passes.total.curvature.rows
             samples = rows.samples if rows is not None and self.is_sum else 1
-            self.passes.total.scale_vectors_(samples**0.5 * self.unit / self._scale_of_parts(scale()))
+            self.passes.total.scale_vectors_(samples**0.5 * self.unit / self.division.unit(scale()))
         self.discard()
-
-    @property
-    def has_arrived(self) -> bool:
-        return self.unit is not None

@@ -1,8 +1,7 @@
 """What the training loop made of an output of the model, read from the graph of its loss during the backward pass.
 
-In: an output, at which the backward pass is now. Out: whether the loss is a mean or a sum over its samples, or a mean
-over classes that samples weigh with, or that none of this can be told. Nodes that have run have dropped the tensors
-they had saved, the target among them; what is left is which function comes after which, shapes, axes and reductions.
+In: an output, at which the backward pass is now. Out: a `Reading` of the loss. Nodes that have run have dropped the
+tensors they had saved; what is left is which function comes after which, shapes, axes and reductions.
 """
 
 from __future__ import annotations

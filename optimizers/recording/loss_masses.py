@@ -1,10 +1,9 @@
 """What a sample's own loss is in the training loop's: factors by which the gradient at an output becomes the sample's.
 
-The loop's backward pass brings ``m_n g_n`` to the output of sample n, g_n being the gradient of its own loss (that of a
-batch of this sample alone) and m_n its share in the loss of the batch: 1/N in a mean over samples, 1 in a sum,
-``w_n / sum_k w_k`` with class weights, nothing for a sample that is ignored. The graph of the loss says which, or the
-loss that the optimizer was given. The shares of a mean over classes follow from the gradient at the logits, which is
-``m (p - onehot)`` for each row, p being the softmax. If nothing says it, a plain mean is assumed, and logged.
+At the output of sample n arrives ``m_n g_n``, g_n being the gradient of its own loss and m_n its share in that of the
+batch: 1/N in a mean, 1 in a sum, ``w_n / sum_k w_k`` with class weights, nothing for a sample that is ignored. The
+graph of the loss says which, or the loss that the optimizer was given. The shares of a mean over classes follow from
+the gradient ``m (p - onehot)`` at the logits. If nothing says it, a plain mean is assumed, and logged.
 """
 
 from __future__ import annotations
@@ -30,15 +29,10 @@ MEETING = (
 
 
 class Division:
-    """By how much a loop divides the losses of its backward passes before a step, where gradients at the logits tell.
-
-    Of k passes with a share of 1/k each, all samples together have a mean, and a sample's own loss is not divided. The
-    first pass of a step is not looked at, so that a step of one pass costs nothing, unless parts were seen before: the
-    last step of an epoch may have fewer.
-    """
+    """By how many backward passes a loop divides its losses before a step, where gradients at the logits tell."""
 
     def __init__(self) -> None:
-        self.known: int | None = None
+        self.known: int | None = None  # the number that was found last: the last step of an epoch may have fewer passes
         self.forget()
 
     def forget(self) -> None:
@@ -53,7 +47,7 @@ class Division:
             self.is_open = True
             return
         share = None
-        if self.parts or self.known:
+        if self.parts or self.known:  # a step of one pass costs nothing
             reading = read_loss(source)
             rows = None
             if isinstance(reading, MeanOverClasses) and reading.of == "logits":
@@ -64,17 +58,17 @@ class Division:
             share = None if rows is None else rows.sum()
         self.parts.append((part, share))
 
-    def by(self, scale: float) -> float:
-        """The divisor k, or 1; `scale` is what a GradScaler has multiplied the loss with."""
+    def unit(self, scale: float) -> float:
+        """What the loss of each pass was multiplied by, as ``1/k`` times `scale`, which is a GradScaler's."""
         shares = [share for _, share in self.parts if share is not None]
         if self.is_open or not shares:
-            return 1.0
+            return scale
         (found,) = to_host([stack(shares) / scale])
         for k in (len(self.parts), self.known or 1):
             if bool(((found * k - 1).abs() <= self.rounding).all()):
                 self.known = k if k > 1 else None
-                return float(k)
-        return 1.0
+                return scale / k
+        return scale
 
 
 class SampleFactors:
@@ -88,10 +82,7 @@ class SampleFactors:
         return 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else float(count)
 
     def of(self, source: Source | None, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
-        """What to multiply with: one number for all samples, also as a tensor (), or (count,).
-
-        The output (count * m, ...), m rows for each sample, is where the backward pass is now.
-        """
+        """For all samples a number, also as a tensor (), or (count,); the backward pass is at (count * m, ...)."""
         return self.read("mean" if count == 1 else read_loss(source), output, gradient, count)
 
     def read(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
@@ -116,11 +107,11 @@ class SampleFactors:
             return "sum"
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return "mean"
-        is_weighted = loss.weight is not None
-        if is_weighted and isinstance(loss, nn.CrossEntropyLoss) and loss.label_smoothing:
+        if isinstance(loss, nn.NLLLoss):
+            return MeanOverClasses(None, loss.weight is not None, "log-probabilities")
+        if loss.weight is not None and loss.label_smoothing:
             return Unknown("class weights with label smoothing")
-        of = "logits" if isinstance(loss, nn.CrossEntropyLoss) else "log-probabilities"
-        return MeanOverClasses(None, is_weighted, of)
+        return MeanOverClasses(None, loss.weight is not None, "logits")
 
 
 def _why(reading: Reading) -> str:
@@ -140,20 +131,14 @@ def _factors(reading: Reading, output: Tensor, gradient: Tensor, count: int) -> 
     if isinstance(reading, Unknown):
         return None
     output, gradient = output.detach(), gradient.detach()
-    if reading == "quotient":
-        rows = _masses_of_rows(MeanOverClasses(None, True, "logits"), output, gradient)
-        # one in all: divided by the sum of the weights
-        if rows is None or not bool((rows.sum() - 1).abs() <= _rounding(gradient)):
-            return None
-        is_alike = False
-    else:
-        rows = _masses_of_rows(reading, output, gradient)
-        if rows is None:
-            return None
-        is_alike = not reading.is_weighted and rows.numel() == count
+    classes = MeanOverClasses(None, True, "logits") if reading == "quotient" else reading
+    rows = _masses_of_rows(classes, output, gradient)
+    # a quotient: one in all, if divided by the sum of the weights
+    if rows is None or (reading == "quotient" and not bool((rows.sum() - 1).abs() <= _rounding(gradient))):
+        return None
     masses = rows.reshape(count, -1).sum(1)
     total = masses.sum()
-    if is_alike:  # but for those that are ignored
+    if not classes.is_weighted and rows.numel() == count:  # all count alike, but for those that are ignored
         return torch.where(total > 0, total, count)
     if bool(((masses - masses[0]).abs() <= _rounding(gradient) * masses[0]).all()):
         return float(count)

@@ -46,7 +46,11 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     own = [x for x in returned if x.ndim]
     if own:
         return ModelOutputs([*map(regular, own)], own, [None] * len(own), len(own[0]))
-    pairs = list(_received(tape))
+    pairs: list[tuple[Tensor, Any]] = []  # what loss functions were given that may be differentiated, and the target
+    for _, args, kwargs in tape.losses:
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
+        pairs += [(x, target) for x in given if x.requires_grad]
     if not pairs and returned:
         return _of_losses(tape, returned)
     if not pairs:
@@ -98,15 +102,6 @@ def differentiable(output: Any) -> Iterator[Tensor]:
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(output, Mapping | tuple | list) else ():
         yield from differentiable(value)
-
-
-def _received(tape: Tape) -> Iterator[tuple[Tensor, Any]]:
-    """What the loss functions were given: tensors that may be differentiated, with the target."""
-    for _, args, kwargs in tape.losses:
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad and x.ndim:
-                yield x, target
 
 
 def samples_first(x: Any, count: int) -> Any:

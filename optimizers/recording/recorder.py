@@ -23,7 +23,6 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
 from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
@@ -47,12 +46,7 @@ class Scaling(NamedTuple):
 
 
 class Recorder:
-    """Hooks on a model that record its forward passes before steps that renew the curvature.
-
-    Right after such a pass the recorder backpropagates vectors from the model's output. The training loop's own
-    backward pass stays untouched and decides which passes count: those that it differentiates. With
-    ``inject=empirical()`` the recorder keeps the loop's own backprops instead.
-    """
+    """Hooks on a model that, before renewals, send vectors back after a forward pass, or listen to the loop's own."""
 
     def __init__(
         self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,
@@ -81,12 +75,6 @@ class Recorder:
     def may_be_due(self) -> bool:
         """Whether the next step renews the curvature, by its number."""
         return not self.is_paused and self.schedule.renews(self.monitor.steps)
-
-    def expect(self) -> bool:
-        """Whether the next step may renew the curvature. Then compiled models run eagerly until it comes."""
-        may_be_due = self.may_be_due()
-        self.listener.expect(may_be_due)
-        return may_be_due
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -133,26 +121,26 @@ class Recorder:
         elif found.gradients:
             self._substitute(empirical(), SUBSTITUTE)
             losses = cast("Tensor", found.scale).expand(count)
-            self._send_back(tape, found, self._loss_vectors(found), OutputScale.of([losses]))
+            self._send_back(tape, found, {1: (self._loss_vectors(found), OutputScale.of([losses]))})
         elif self.inject == empirical():
             self._listen(tape, found.sources, count)
         elif len(outputs) > 1 and self.loss is not None:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
             self._substitute(isotropic(), why)
             vectors = [self._vectors(isotropic(), None, x.detach(), None) for x in outputs]
-            self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
+            self._send_back(tape, found, {1: (vectors, OutputScale.of(outputs))}, independent=True)
         else:
             self._send_loss_back(tape, found)
 
     def _send_loss_back(self, tape: Tape, found: ModelOutputs) -> None:
-        """Send the vectors of the injection back; where classes may be on two axes, those of both."""
+        """Send the vectors of the injection back, for each axis that classes may be on."""
         is_isotropic = isinstance(self.inject, type(isotropic()))
         first, source = found.tensors[0], found.sources[0]
         is_open = self._has_classes(self.loss) and not is_isotropic and first is source and first.ndim > 2
         axes = [1, -1] if is_open and not self.class_axis else [self.class_axis or 1]
         # one seed for both ways, since other processes may know the axis already
         seed = functools.cache(self._next_seed) if len(axes) > 1 else self._next_seed
-        ways = {}
+        ways: dict[int, tuple[Sequence[Tensor], Sums]] = {}
         for axis in axes:
             own = functools.partial(self._vectors, self.inject, self.loss, axis=axis if is_open else 1, seed=seed)
             vectors = [own(x.detach(), y) for x, y in zip(found.tensors, found.targets, strict=True)]
@@ -160,13 +148,8 @@ class Recorder:
                 sums = OutputScale.of(found.tensors)
             else:
                 sums = OutputScale.in_metric(stack(map(squares_along, found.tensors, vectors)).sum(), len(first))
-            ways[axis] = self._measured(tape, found, vectors, sums, is_isotropic)
-
-        def chosen(gradient: Tensor) -> Measured:
-            self.class_axis = self.class_axis or class_axis(gradient)
-            return ways[self.class_axis or 1]
-
-        self._wait(tape, found, ways[axes[0]], chosen if len(axes) > 1 else None)
+            ways[axis] = vectors, sums
+        self._send_back(tape, found, ways, is_isotropic)
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         signs = lambda: self._signs(count)
@@ -180,23 +163,24 @@ class Recorder:
             warn_once(why, logger="optimizers")
 
     def _send_back(
-        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False
-    ) -> None:
-        self._wait(tape, found, self._measured(tape, found, vectors, sums, independent))
-
-    def _measured(
-        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool
-    ) -> Measured:
-        processes = self.teams.current().processes
-        with torch.autocast(found.tensors[0].device.type, enabled=False):
-            batch = BatchFacts(found.count, processes.rank, processes.size, self.displacement(), independent)
-            return Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
-
-    def _wait(
-        self, tape: Tape, found: ModelOutputs, measured: Measured, chosen: Callable[[Tensor], Measured] | None = None
-    ) -> None:
+        self, tape: Tape, found: ModelOutputs, ways: Mapping[int, tuple[Sequence[Tensor], Sums]],
+        independent: bool = False,
+    ) -> None:  # fmt: skip
+        """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
         team, trained = self.teams.current(), [node.tensor for node in tape.parameters.values()]
-        self.passes.wait(measured, found.sources, trained, team.statistics.discard, chosen)
+        with torch.autocast(found.tensors[0].device.type, enabled=False):
+            batch = BatchFacts(found.count, team.processes.rank, team.processes.size, self.displacement(), independent)
+            measured = {
+                axis: Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
+                for axis, (vectors, sums) in ways.items()
+            }
+
+        def chosen(gradient: Tensor) -> Measured:
+            self.class_axis = self.class_axis or class_axis(gradient)
+            return measured[self.class_axis or 1]
+
+        first, asks = next(iter(measured.values())), len(measured) > 1
+        self.passes.wait(first, found.sources, trained, team.statistics.discard, chosen if asks else None)
         if team.processes.size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
@@ -220,7 +204,7 @@ class Recorder:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
         signs, count = self._signs(found.count), found.count
         signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
-        read = SampleFactors(self.loss).read
+        read = self.loss_backprops.factors.read
         # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
         unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
         each = zip(found.readings, found.tensors, found.gradients, strict=True)
@@ -260,13 +244,9 @@ class Recorder:
         """Whether there are new statistics for the running averages."""
         return self.loss_backprops.has_arrived or bool(self.passes.total.curvature)
 
-    def reset(self) -> None:
-        """Clean up after an interrupted forward pass."""
-        self.listener.reset()
-
     def zero(self) -> None:
         """Note that gradients were zeroed: new gradients make the old passes void."""
-        self.reset()
+        self.listener.reset()
         self.passes.zero()
 
     def discard(self) -> None:
@@ -280,8 +260,7 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         generator = None if self.generator is None else self.generator.get_state()
         scale, size = self.outputs.rms, self.outputs.entries_per_sample
-        found = {"output_scale": scale, "output_size": size, "generator": generator}
-        return found | {"class_axis": self.class_axis}
+        return {"output_scale": scale, "output_size": size, "generator": generator, "class_axis": self.class_axis}
 
     def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped

@@ -35,12 +35,7 @@ RESOLVED = 1e-5  # progress relative to the loss that is not rounding
 
 
 class AdaptiveStep(StepRule):
-    """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step.
-
-    See arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers. Damping follows the reduction
-    ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells how much of
-    the progress is more than a fit to the last one.
-    """
+    """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step."""
 
     def __init__(self) -> None:
         self.damping = -1.0  # unknown
@@ -49,9 +44,6 @@ class AdaptiveStep(StepRule):
         self.progress = 0.0  # how far it lowered the loss of its own batch
         # running mean of the part of it, -1 to 1, that the next batch sees, too, and how many have told
         self.confirmed, self.batches = 1.0, 0
-
-    def evaluate(self, context: StepContext) -> Evaluation:
-        return self.replayed(context, "(adaptive=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         replay = evaluation.replay
@@ -102,8 +94,7 @@ class AdaptiveStep(StepRule):
     def _loss_before(self, replay: Replay) -> Tensor:
         """The loss (1,) of a new batch before the last step; (0,) without one."""
         parameters = dict(replay.model.named_parameters())
-        is_renamed = not self.start.keys() <= parameters.keys()
-        if not self.last or is_renamed:
+        if not self.last or not self.start.keys() <= parameters.keys():  # renamed
             return replay.value.new_empty(0)
         here = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
@@ -124,11 +115,8 @@ class AdaptiveStep(StepRule):
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
         before: Tensor,
     ) -> dict[str, Any]:  # fmt: skip
-        """Move along groups of directions so that the loss of the batch falls; returns the entry for the history.
-
-        The largest of the rates scales the step, the others, relative to it, the directions.
-        """
-        lr = max(rates.values())
+        """Move along groups of directions so that the loss of the batch falls; returns the entry for the history."""
+        lr = max(rates.values())  # scales the step; the others, relative to it, the directions
         entry: dict[str, Any] = {"confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
         entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
         if lr == 0:  # a schedule that starts at zero
@@ -144,7 +132,7 @@ class AdaptiveStep(StepRule):
         if len(earlier) and self.progress >= RESOLVED * abs(entry["loss"]):
             self._confirm(float(earlier), entry["loss"])
             entry["confirmed"] = self.confirmed
-        if not model.is_finite:
+        if not are_finite([slopes, norms, curvature]):
             self.forget()
             return entry
         least_ratio = FIRST_RATIO if self.damping < 0 else LEAST_RATIO
@@ -196,11 +184,7 @@ class AdaptiveStep(StepRule):
 
 
 class HandOverStep(StepRule):
-    """Leaves the steps to the plain rule, for good, once a batch is too small for a quadratic model of its own.
-
-    The first steps are long either way, and both rules profit from them. Later a step that is the best for one batch
-    fits its noise; what averages over batches gets further then, and costs less.
-    """
+    """Leaves the steps to the plain rule, for good, once the best step for one batch fits the noise of that batch."""
 
     needs_closure = True
     differentiates_model = True
@@ -211,7 +195,7 @@ class HandOverStep(StepRule):
         self.step_of_change = -1  # number of the first step that `then` makes; -1 before
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        return self.first.evaluate(context)
+        return self.replayed(context, "(adaptive=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         if self.step_of_change >= 0:

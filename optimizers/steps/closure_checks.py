@@ -19,7 +19,6 @@ DIFFERENTIATES = (
     "outputs is not that of their derivatives; return the residuals r (M,), whose loss is 1/2 ||r||^2, and call no "
     "backward(). Penalties on gradients go in a loop without a closure"
 )
-
 CALLED_BEFORE = (
     "closure: it returned {} of outputs that the model computed before the closure was called. This step calls the "
     "closure again for other parameters, so the closure itself has to call the model"
@@ -31,10 +30,7 @@ WITHOUT_THE_MODEL = (
 
 
 def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> bool:
-    """Whether values of a closure depend on any parameter, read since node `start` of the graph.
-
-    Only then calling it again shows how parameters count. Raises where they were read before the closure was called.
-    """
+    """Whether values of a closure depend on parameters; raises if these were read before node `start`, its first."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     todo = [x.grad_fn for x in values]
     seen: set[Any] = set()
@@ -128,9 +124,8 @@ class ClosureWatch(TorchFunctionMode):
         if self.differentiates:
             raise TypeError(DIFFERENTIATES)
         has_gradients = any(p.grad is not None for p, _, _ in self.before)
-        is_expected = (
-            self.calls_model or not has_gradients
-        )  # not if the loss comes from a backward pass before the step
+        # not if the loss comes from a backward pass before the step
+        is_expected = self.calls_model or not has_gradients
         if self.before and loss.requires_grad and not self.has_sent_back and is_expected:
             found = f"a loss ({float(loss.detach()):.3g})"
             raise RuntimeError(

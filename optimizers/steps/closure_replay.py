@@ -91,10 +91,7 @@ class Call:
 
 
 class Replay:
-    """Evaluates the batch of a closure repeatedly.
-
-    `mean` averages over processes, each with its part of the batch; inside `unrecorded` no forward pass is recorded.
-    """
+    """Evaluates a batch repeatedly; `mean` is over processes, and inside `unrecorded` no forward pass is recorded."""
 
     def __init__(
         self, model: nn.Module, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor] = lambda x: x,
@@ -191,16 +188,15 @@ class Replay:
             warn_once("adaptive steps go by slopes alone: %s", str(error).split("\n")[0], logger="optimizers")
             return self.value.new_zeros(len(directions), len(directions))
 
+    @torch.enable_grad()
     def _hessian(self, directions: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """``d_i^T H d_j``, with H the Hessian of the loss."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        direct = [[d.get(name) for name in parameters] for d in directions]
-        with self._as_first(), _twice_differentiable(), torch.enable_grad(), WithoutBackward():
+        with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), WithoutBackward():
             loss = self.closure()
             self._require_complete("loss of parameters", [loss], list(parameters.values()))
-            nothing: list[list[Tensor]] = [[] for _ in directions]
-            own = _products(list(parameters.values()), loss, nothing, direct, [1] * len(parameters))
-        return self.mean(own)
+            found = _products(loss, [], [[] for _ in directions], [], parameters, directions)
+        return self.mean(found)
 
     def _require_complete(self, what: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """RuntimeError where two backward passes lose a part of what a function of the user's does."""
@@ -223,7 +219,7 @@ class Replay:
         leaves: list[Tensor] = []
         strides: list[int] = []
         shown: list[Any] = []
-        with self._as_first(), _twice_differentiable():
+        with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable():  # forms with second derivatives
             for call in self.calls:
                 output, step = self._some(call, stride)
                 outputs = _floats(output)
@@ -235,14 +231,12 @@ class Replay:
                 shown.append(map_tensors(leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
-        direct = [[d.get(name) for name in parameters] for d in directions]
-        whole = [1] * len(parameters)
         loss = self._outside(shown)
         rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
         if loss is None or not _close(self.value, loss, rough):
             return None
         self._require_complete("loss of outputs", [loss], leaves)
-        return self.mean(_products([*leaves, *parameters.values()], loss, changes, direct, strides + whole))
+        return self.mean(_products(loss, leaves, changes, strides, parameters, directions))
 
     @torch.enable_grad()
     def _some(self, call: Call, stride: int) -> tuple[Any, int]:
@@ -282,23 +276,22 @@ class Replay:
 
 
 def _products(
-    inputs: list[Tensor], loss: Tensor, changes: list[list[Tensor]], direct: list[Any], strides: Sequence[int]
-) -> Tensor:
-    """Second derivatives of the loss along changes of the outputs, of every stride-th row, and of parameters.
-
-    The loss may read parameters directly: a penalty on them, for example.
-    """
+    loss: Tensor, outputs: Sequence[Tensor], changes: list[list[Tensor]], strides: Sequence[int],
+    parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
+) -> Tensor:  # fmt: skip
+    """Second derivatives of the loss along changes of outputs, of every stride-th row, and of parameters it reads."""
     if not loss.requires_grad:
         raise TypeError(
             "closure: it returned a loss without a graph; return the loss itself, not loss.detach() (Lightning's own "
             "closure detaches it: use manual optimization)"
         )
+    inputs, strides = [*outputs, *parameters.values()], [*strides, *[1] * len(parameters)]
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
     total = widen(loss.new_zeros(len(changes), len(changes)))
     if not live:
         return total
-    moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
+    moved: list[list[Any]] = [[*own, *map(d.get, parameters)] for own, d in zip(changes, directions, strict=True)]
     bent = []
     for own in moved:
         sent = [_spread(own[n], inputs[n], strides[n]) for n in live]
@@ -338,13 +331,6 @@ def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
     if change is not None:
         whole[::stride] = change
     return whole
-
-
-@contextmanager
-def _twice_differentiable() -> Iterator[None]:
-    """Attention and bags of embeddings run in a form that has second derivatives."""
-    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable():
-        yield
 
 
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:

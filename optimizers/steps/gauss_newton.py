@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from curvature.gradients import Jacobian
 from curvature.preconditioners import LeastSquares
-from optimizers.model_optimizer import shared_option
 from optimizers.report import FROZEN, Row
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
@@ -28,12 +27,7 @@ LEAST_STEP = 2.0**-10  # for that, where no step was better
 
 
 class GaussNewton:
-    """``d = -J^+ r`` in the smaller of parameter and sample space.
-
-    Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
-    loss stops falling; coarser pseudo-inverses are tried where that brings little. With `by_damping` the damping
-    follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
-    """
+    """``d = -J^+ r`` in the smaller of parameter and sample space, by line search or `by_damping`; see `_Step`."""
 
     def __init__(self, by_damping: bool) -> None:
         self._by_damping = by_damping
@@ -45,9 +39,10 @@ class GaussNewton:
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
+        shared = next(iter(context.options.values()))  # the groups agree: `ResidualStep` has asked
         with context.preconditioner.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
-            problem.prepare(0.0 if self._by_damping else shared_option(context.options, "damping") or 0.0)
+            problem.prepare(0.0 if self._by_damping else shared["damping"] or 0.0)
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 
@@ -60,7 +55,7 @@ class GaussNewton:
         with restoring(own, search.starts):
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
             accept(search, found, context.options)
-        is_kept = shared_option(context.options, "momentum") and found.step_size
+        is_kept = shared["momentum"] and found.step_size
         self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
         return entry | {"accepted": found.step_size > 0, "step_size": found.step_size}
 
@@ -79,23 +74,24 @@ class _Step:
     ) -> None:
         self.memory, self.problem, self.values, self.search = memory, problem, values, search
         self.options, self.timed = context.options, context.preconditioner.monitor.timed
+        shared = next(iter(context.options.values()))
+        self.damping, self.momentum = shared["damping"] or 0.0, shared["momentum"] or 0.0
 
     def line_search(self) -> tuple[dict[str, Any], LinePoint]:
-        """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
+        """The lowest loss along steps bent to second order: by ``J^+``, or coarser ones where that brings little."""
         memory, loss = self.memory, self.search.origin.loss
-        damping = shared_option(self.options, "damping") or 0.0
         best, count = self.search.origin, 0
-        d = self._direction(damping)
+        d = self._direction(self.damping)
         left = self._promised(d)
         memory.wait = max(0, memory.wait - 1)
-        for cutoff in CUTOFFS if damping == 0 and not memory.wait else CUTOFFS[:1]:
+        for cutoff in CUTOFFS if self.damping == 0 and not memory.wait else CUTOFFS[:1]:
             if cutoff:
-                d = self._direction(damping, cutoff)
+                d = self._direction(self.damping, cutoff)
             with self.timed("trials"):
                 found = self.search.lowest(d.mul, self.search.origin, "straight")
                 promised = loss - float(left)
                 if promised >= NEAR_MINIMUM * loss:
-                    found = self._bent(d, found, damping, cutoff)
+                    found = self._bent(d, found, cutoff)
             best = min(best, found, key=lambda point: point.loss)
             if loss - best.loss > LEAST_PROGRESS * promised:
                 memory.pause = 1
@@ -103,10 +99,10 @@ class _Step:
             count += 1
         if count == len(CUTOFFS):  # in vain: not again at once
             memory.wait, memory.pause = memory.pause + 1, min(2 * memory.pause, LONGEST_PAUSE)
-        return {"damping": damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
+        return {"damping": self.damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
 
     def levenberg_marquardt(self) -> tuple[dict[str, Any], LinePoint]:
-        """More damping until the loss falls."""
+        """More damping until the loss falls; it follows the reduction ratio."""
         memory, loss, largest = self.memory, self.search.origin.loss, self.problem.largest
         if memory.damping <= 0:
             memory.damping = FIRST_DAMPING * largest
@@ -132,8 +128,7 @@ class _Step:
         with self.timed("solve"):
             if not memory.moves:
                 return times_lr(problem.solve(-self.values, damping, cutoff), self.options)
-            momentum = shared_option(self.options, "momentum") or 0.0
-            carried = {name: momentum * d for name, d in memory.moves[-1].items()}
+            carried = {name: self.momentum * d for name, d in memory.moves[-1].items()}
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
             return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)
 
@@ -144,17 +139,14 @@ class _Step:
     def _times(self, d: Tensor) -> Tensor:
         return self.problem.times(self.problem.jacobian.split(d))
 
-    def _bent(self, d: Tensor, best: LinePoint, damping: float, cutoff: float) -> LinePoint:
-        """The better of the best straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
-
-        Along ``t d`` the residuals bend by r'', seen by a difference; ``a = -J^+ r''`` bends the step back (geodesic
-        acceleration, arXiv:1201.5885, equation 3).
-        """
-        solve = lambda v: times_lr(self.problem.solve(-v, damping, cutoff), self.options)
+    def _bent(self, d: Tensor, best: LinePoint, cutoff: float) -> LinePoint:
+        """The better of the best straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once."""
+        solve = lambda v: times_lr(self.problem.solve(-v, self.damping, cutoff), self.options)
         search, origin = self.search, self.search.origin
         t = BEND_STEP * (best.step_size or LEAST_STEP)
         _, seen = search.evaluated(t * d)
         assert seen is not None
+        # residuals bend by r'', seen by a difference; a = -J^+ r'' bends the step back (arXiv:1201.5885, equation 3)
         a = solve(2 / t * ((seen - self.values) / t - self._times(d)))
         a = torch.where(torch.isfinite(a).all(), a, 0)  # straight again
         best = min(best, search.lowest(lambda t: t * d + t * t / 2 * a, origin, "bent"), key=lambda point: point.loss)

@@ -33,16 +33,14 @@ class LinePoint:
 
 
 class LineSearch:
-    """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`.
-
-    `counts` has how many points each kind of search saw last, and one more; an accelerator begins with as many.
-    """
+    """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[Tensor, Tensor | None]],
         counts: dict[str, int],
     ) -> None:  # fmt: skip
-        self.parameters, self.evaluate, self.counts = parameters, evaluate, counts
+        self.parameters, self.evaluate = parameters, evaluate
+        self.counts = counts  # of points that each kind of search saw last, and one more: with how many it begins
         self.starts = {name: p.detach().clone() for name, p in parameters.items()}
         self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts.values()), loss)
 
@@ -94,17 +92,16 @@ class LineSearchStep(StepRule):
         if not gradients or not are_finite([loss, *gradients.values()]):
             return Outcome(loss, is_skipped=True)
         renewal = context.renew(gradients)
-        monitor = context.preconditioner.monitor
-        with monitor.timed("solve"):
+        timed = context.preconditioner.monitor.timed
+        with timed("solve"):
             context.preconditioner.recorder.scaling.unscale(gradients)
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             direction = self.direction(context, g, recall=1.0)
             direction.keep()
-            directions = direction.u
-        own = {name: context.trained[name] for name in directions}
+        own = {name: context.trained[name] for name in direction.u}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
-        step = -times_lr(directions, context.options)
-        with monitor.timed("trials"), restoring(own, search.starts):
+        step = -times_lr(direction.u, context.options)
+        with timed("trials"), restoring(own, search.starts):
             found = search.lowest(step.mul, search.origin, "straight")
             accept(search, found, context.options)
         entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}

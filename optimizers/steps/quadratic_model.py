@@ -37,14 +37,10 @@ class Quadratic:
     norms: Tensor
 
     def minimum(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
-        """The coefficients (k,) of the damped minimum; zero along directions that are zero.
-
-        Combinations of directions of length one count as zero whose curvature is below `least` of the largest. Negative
-        curvature counts by its size (saddle-free Newton, arXiv:1406.2572).
-        """
+        """The coefficients (k,) of the damped minimum; zero along directions that are zero."""
         matrix, scale = self._scaled(damping)
         values, vectors = symmetric_eigh(matrix)
-        values = values.abs()
+        values = values.abs()  # saddle-free Newton, arXiv:1406.2572
         # directions that are the same to the precision of the products are not told apart
         kept = values > least * values.max().clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
@@ -64,15 +60,8 @@ class Quadratic:
         scale = torch.where(size > 0, size, 1.0).rsqrt()
         return scale[:, None] * matrix * scale, scale
 
-    @property
-    def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(x).all()) for x in (self.slopes, self.curvature, self.norms))
-
     def first_damping(self) -> float:
-        """A share of the curvature along the sum of the directions; -1 if that says nothing.
-
-        Where there is no curvature the slope stands in: directions are of a length that suits a step size of one.
-        """
+        """A share of the curvature along the sum of the directions, or of the slope; -1 if these say nothing."""
         whole = torch.ones_like(self.slopes)
         norm, bend = (float(whole @ matrix @ whole) for matrix in (self.norms, self.curvature))
         size = bend if bend > 0 else abs(float(self.slopes @ whole))
@@ -109,10 +98,7 @@ class Trial:
     step: Any
 
     def damping_after_failure(self, largest: float) -> float:
-        """More for the next step, unless no damping would have helped: where the loss or the curvature is flat.
-
-        `largest` is the largest curvature along a direction of length one.
-        """
+        """More for the next step, unless no damping would have helped: where the loss or the curvature is flat."""
         if self.ratio == 0:
             return self.first
         return max(self.first, min(self.first * GROW, MOST_DAMPING * largest))
@@ -124,8 +110,8 @@ def first_accepted(
 ) -> Trial:  # fmt: skip
     """Try ever more damping until the loss falls, or until it does not change at all: then it cannot tell.
 
-    `attempt` makes a step, and returns its reduction ratio, which the host need not know yet, beside it. At the last
-    try any ratio will do. An accelerator makes `first` attempts before the host looks, and some after the accepted one.
+    `attempt` makes a step, and returns its reduction ratio beside it. At the last try any ratio will do. An accelerator
+    makes `first` attempts before the host looks, and some after the accepted one.
     """
     dampings = [damping * GROW**k for k in range(MOST_TRIES)]
     count = 0

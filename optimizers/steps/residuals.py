@@ -113,16 +113,10 @@ class ResidualStep(StepRule):
         self.solver = solver
         self.known: set[int] = set()  # numbers of residuals whose Jacobian was found before
 
-    def evaluate(self, context: StepContext) -> Evaluation:
-        if context.closure is None:
-            raise TypeError(
-                f"{context.preconditioner.owner}.step: the closure returned residuals before; pass it at every step"
-            )
-        return Evaluation()
-
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        assert context.closure is not None
         parts = context.preconditioner
+        if context.closure is None:
+            raise TypeError(f"{parts.owner}.step: the closure returned residuals before; pass it at every step")
         model, timed = parts.recorder.model, parts.monitor.timed
         with timed("closure"):
             replay = ResidualReplay(model, context.closure, parts.team.processes)
@@ -140,24 +134,18 @@ class ResidualStep(StepRule):
             check_trained(jacobian.shapes, context.trained)
             self.known.add(len(replay.values))
             with timed("step"):
-                entry = self._moved(jacobian, replay, context, loss)
+                # a root of zero has no derivative
+                good = all_finite([loss, *jacobian.transposed(replay.values).values()])
+                is_good, value = map(float, to_host([good, loss]))
+                move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
+                entry = parts.monitor.attempt(move)
         finally:
             replay.after.restore()
         if entry is not None:
-            rollbacks = entry.pop("rollbacks")
-            return Outcome(loss, entry=entry, rollbacks=rollbacks)
+            return Outcome(loss, entry=entry, rollbacks=entry.pop("rollbacks"))
         if not bool(loss.isfinite()):
             replay.before.restore_buffers()
         return Outcome(loss, is_skipped=True)
-
-    def _moved(
-        self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Tensor
-    ) -> dict[str, Any] | None:
-        """The entry for the history; None, and nothing has changed, where loss or Jacobian are not finite."""
-        good = all_finite([loss, *jacobian.transposed(replay.values).values()])  # a root of zero has no derivative
-        is_good, value = map(float, to_host([good, loss]))
-        move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
-        return context.preconditioner.monitor.attempt(move)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
@@ -170,10 +158,7 @@ class ResidualStep(StepRule):
 
 
 class Subspace:
-    """Directions, each cut into groups of parameters, and the quadratic model over all that they span.
-
-    The model is in float64, and on the host in the end: it is small, and each choice in it would make the host wait.
-    """
+    """Directions, each cut into groups of parameters, and the quadratic model over all that they span, in float64."""
 
     def __init__(
         self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]], is_careful: bool = False
@@ -189,7 +174,6 @@ class Subspace:
     def add(self, *directions: Named) -> None:
         if not directions:
             return
-        old, groups = len(self.directions), len(self.groups)
         self.directions += directions
         found = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
         self.dtype = found.dtype
@@ -197,9 +181,7 @@ class Subspace:
         self.columns = torch.cat([self.columns, columns], 1)
         self.curvature = _bordered(self.curvature, self.columns.mT @ columns)
         blocks = [[torch.diag(self._inner(d, other)) for other in self.directions] for d in directions]
-        border = torch.cat([torch.cat(row) for row in blocks], 1)
-        assert len(border) == (old + len(directions)) * groups
-        self.norms = _bordered(self.norms, border)
+        self.norms = _bordered(self.norms, torch.cat([torch.cat(row) for row in blocks], 1))
 
     def _inner(self, one: Named, other: Named) -> Tensor:
         found = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
@@ -267,7 +249,8 @@ class SubspaceSolver:
         if given is not None:
             self.damping = float(given)
         elif self.damping < 0:
-            self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
+            norm = max(sum(float(inner(g, g)) for g in gradient.values()), 1e-30)
+            self.damping = FIRST_DAMPING * (max(float(jacobian.times(gradient).square().sum()), 1e-30) / norm)
         scales = {name: rate / lr for name, rate in rates.items()}
         space = self._spanned(jacobian, values, gradient, scales)
         if not space.bring_to_host():
@@ -355,9 +338,3 @@ def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:
     """A symmetric matrix with new columns (all rows) and the rows that mirror them."""
     old = len(matrix)
     return torch.cat([torch.cat([matrix, columns[:old].mT]), columns], 1)
-
-
-def _curvature_along(jacobian: Jacobian, d: Named) -> float:
-    """``|J d|^2 / |d|^2``, and no less than the least number that is not zero."""
-    norm = sum(float(inner(x, x)) for x in d.values())
-    return max(float(jacobian.times(d).square().sum()), 1e-30) / max(norm, 1e-30)

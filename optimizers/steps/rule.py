@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from curvature.recording import is_sharded
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
-from optimizers.steps.closure_checks import ClosureWatch, checked_value
+from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.layer_vector import LayerVector, Layout, layout_of
 from optimizers.steps.updates import are_finite
@@ -98,10 +98,6 @@ class Evaluation:
 
     value: Any = None
     replay: Replay | None = None
-
-    @property
-    def is_residuals(self) -> bool:
-        return isinstance(self.value, Tensor) and self.value.ndim == 1
 
 
 @dataclass(frozen=True)
@@ -191,13 +187,3 @@ class StepRule:
             if isinstance(value, Mapping):
                 value = {k: v.to(trained[k]) if k in trained else v for k, v in value.items()}
             setattr(self, name, value)
-
-
-def first_evaluation(rule: StepRule, context: StepContext) -> Evaluation:
-    """What the closure returns at its first call, which shows whether it is a loss with gradients, or residuals."""
-    with ClosureWatch(context.preconditioner.recorder.model) as watch:
-        evaluation = rule.evaluate(context)
-    found = replace(evaluation, value=watch.loss_or_residuals(evaluation.value))
-    if not found.is_residuals:
-        watch.check_loss(found.value)
-    return found
