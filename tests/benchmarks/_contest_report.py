@@ -1,19 +1,152 @@
-"""What came out of the races: tables and figures of the four problems, and of the sixteen families."""
+"""What came out of the races: curves of the loss and what they say of ours beside the rivals, tables and figures."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _contest import LEAD, Point, Record, Result
-from _generality_scores import TOLERANCE, Score, geometric, level, score
+from _contest import LEAD, Point, Record, Result, met
 from _race_rivals import ENTRIES, OURS, RIVALS
 from _report import markdown, words
+
+WINDOW = 1.3  # a loss is the geometric mean over the evaluations since this fraction of its steps
+FLOOR = 1e-9  # losses below count as this: single precision has nothing to say there
+TOLERANCE = 1.1  # of the loss at equal time
+ADAMW = "adamw"
+geometric = lambda values: math.exp(statistics.fmean(math.log(value) for value in values))
+seconds_of = lambda records: [record.reached.seconds if record.reached else math.inf for record in records]
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """The same with the geometric mean of the losses over the last part of the steps.
+
+    Evaluations are spaced geometrically, so that all curves are smoothed alike however many steps they have.
+    """
+    found = []
+    for i, point in enumerate(points):
+        near = [math.log(max(p.loss, FLOOR)) for p in points[: i + 1] if p.step * WINDOW > point.step or p is point]
+        mean = statistics.fmean(near)
+        found.append(replace(point, loss=math.exp(mean) if mean < math.inf else math.inf))
+    return found
+
+
+def level(points: Sequence[Point], seconds: float) -> float:
+    """The smoothed loss after so many seconds; the last one after the end."""
+    curve = smoothed(points)
+    after = next((i for i, point in enumerate(curve) if point.seconds >= seconds), len(curve))
+    if after in (0, len(curve)):
+        return curve[min(after, len(curve) - 1)].loss
+    first, second = curve[after - 1], curve[after]
+    if math.isinf(second.loss):
+        return math.inf
+    part = (seconds - first.seconds) / (second.seconds - first.seconds)
+    return math.exp((1 - part) * math.log(first.loss) + part * math.log(second.loss))
+
+
+def crossing(points: Sequence[Point], target: float) -> tuple[float, float] | None:
+    """Steps and seconds at which the smoothed loss first comes to the target; None where it never does."""
+    curve = smoothed(points)
+    for first, second in zip(curve, curve[1:], strict=False):
+        if second.loss <= target:
+            return met(first, second, target)
+    return None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the rivals leave to ours, on one seed.
+
+    Attributes:
+        best: the rival with the lowest loss at the end of the budget.
+        loss: that loss.
+        seconds: when a rival first came to it.
+        adamw: AdamW's loss at the end of the budget.
+        steps: of AdamW, when it first came to it.
+    """
+
+    best: str
+    loss: float
+    seconds: float
+    adamw: float
+    steps: float
+
+    @classmethod
+    def of(cls, rivals: Sequence[Record], budget: float) -> Targets:
+        """
+        Raises:
+            ValueError: no run of AdamW among them, or none that ended with a finite loss.
+        """
+        ends = {record.name: level(record.points, budget) for record in rivals}
+        if ADAMW not in ends or not math.isfinite(ends[ADAMW]):
+            raise ValueError("the rivals need a run of AdamW that ends with a finite loss")
+        best = min(ends, key=ends.__getitem__)
+        met = [crossing(record.points, ends[best]) for record in rivals]
+        own = next(crossing(record.points, ends[ADAMW]) for record in rivals if record.name == ADAMW)
+        seconds = min((found[1] for found in met if found), default=budget)
+        return cls(best, ends[best], seconds, ends[ADAMW], own[0] if own else math.nan)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One of ours on one seed.
+
+    Attributes:
+        end: how it ended.
+        speed: the best rival's CPU seconds to its own final loss over ours; above 1 is ahead.
+        slower: ours did not come to it, so that the speed is below the number given.
+        steps: ours to AdamW's final loss over AdamW's.
+        more: ours did not come to it, so that the ratio is above the number given.
+        loss: ours over the best rival's after the budget.
+        half: the same after half of the budget.
+        metric: on the test part, after the budget.
+        rival: the best rival, and its metric.
+    """
+
+    name: str
+    seed: int
+    end: str
+    speed: float
+    slower: bool
+    steps: float
+    more: bool
+    loss: float
+    half: float
+    metric: float
+    rival: str
+    rival_metric: float
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and not behind by more than the tolerance."""
+        return self.end == "stopped" and self.loss <= TOLERANCE
+
+
+def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
+    """Ours beside the rivals of the same family and seed."""
+    targets = Targets.of(rivals, budget)
+    record = record.at_pace(rivals[0].pace)
+    fast, few = crossing(record.points, targets.loss), crossing(record.points, targets.adamw)
+    last = record.points[-1]
+    speed = targets.seconds / (fast[1] if fast else max(LEAD * budget, last.seconds))
+    steps = (few[0] if few else max(last.step, LEAD * budget / last.seconds * last.step)) / targets.steps
+    loss = level(record.points, budget) / max(targets.loss, FLOOR)
+    half = min(level(rival.points, budget / 2) for rival in rivals)
+    best = next(rival for rival in rivals if rival.name == targets.best)
+    return Score(
+        record.name, record.seed, record.end, speed, fast is None, steps, few is None, loss,
+        level(record.points, budget / 2) / half, at(record.points, budget), targets.best, at(best.points, budget),
+    )  # fmt: skip
+
+
+def at(points: Sequence[Point], seconds: float) -> float:
+    """The metric at the evaluation nearest to that time."""
+    return min(points, key=lambda point: abs(point.seconds - seconds)).metric
+
 
 OWN = {entry.name for entry in OURS}
 PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
@@ -25,23 +158,12 @@ PANELS = (  # what, its mark as a bound, whether smaller is better, title
     ("steps", "more", True, "times fewer steps than AdamW"),
 )
 NAMES = {
-    "vit": "ViT",
-    "resnet": "residual CNN",
-    "batchnorm": "CNN with BatchNorm",
-    "lstm": "LSTM",
-    "gpt": "GPT",
-    "dropout": "encoder with dropout",
-    "tabular": "tabular regression",
-    "siren": "coordinate network",
-    "vae": "VAE",
-    "variance": "mean-and-variance regression",
-    "modular": "addition modulo 97",
-    "ratings": "ratings",
-    "softmax": "softmax regression",
-    "gan": "GAN",
-    "policy": "policy gradient",
+    "vit": "ViT", "resnet": "residual CNN", "batchnorm": "CNN with BatchNorm", "lstm": "LSTM", "gpt": "GPT",
+    "dropout": "encoder with dropout", "tabular": "tabular regression", "siren": "coordinate network", "vae": "VAE",
+    "variance": "mean-and-variance regression", "modular": "addition modulo 97", "ratings": "ratings",
+    "softmax": "softmax regression", "gan": "GAN", "policy": "policy gradient",
     "noise": "fine-tuning with wrong labels",
-}
+}  # fmt: skip
 TICKS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 1000)
 FAR = 1e3  # ratios beyond are drawn there
 
@@ -90,10 +212,6 @@ def middle(values: Iterable[float]) -> float:
     return statistics.median_low(kept) if math.inf in kept else statistics.median(kept) if kept else math.nan
 
 
-def seconds_of(records: Sequence[Record]) -> list[float]:
-    return [record.reached.seconds if record.reached else math.inf for record in records]
-
-
 def race_cells(records: Sequence[Record], best: float, sgd_step: float) -> list[str]:
     """A row of the table; `best` is the median of the fastest rival, `sgd_step` milliseconds."""
     seconds = seconds_of(records)
@@ -139,9 +257,6 @@ def race_table(result: RaceResult) -> str:
 
 def race_figure(results: Mapping[str, RaceResult], path: Path) -> None:
     """Training loss over seconds: a panel per problem, medians of the seeds and bands from least to most."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogFormatter
 
@@ -325,9 +440,6 @@ def losses(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> 
 
 def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callable[[str], str]) -> None:
     """Two panels, right is better, a row for each family: a dot for each seed, an arrow for a bound, the median."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     scores = {family: result.scores() for family, result in results.items()}

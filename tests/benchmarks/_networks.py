@@ -1,14 +1,22 @@
-"""Networks that several benchmarks have."""
+"""Networks that several benchmarks have, and the workloads: built only of layers that most peers have a rule for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from _rows import chosen
 from torch import Tensor, nn
 
 IMAGE_SIDE = 32  # pixels
+Pair = tuple[Tensor, Tensor]
 
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -17,6 +25,15 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Seque
     for i, o in zip(widths, widths[1:], strict=False):
         layers += [nn.Linear(i, o), activation()]
     return nn.Sequential(*layers[:-1])
+
+
+def normalised(*channels: int) -> nn.Sequential:
+    """Images (N, 1, 28, 28) to logits: convolutions with BatchNorm, and one linear layer of 49 inputs a channel."""
+    layers: list[nn.Module] = []
+    for i, (before, after) in enumerate(zip((1, *channels), channels, strict=False)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if i < 2 else []
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(49 * channels[-1], 10))
 
 
 class Block(nn.Module):
@@ -126,3 +143,109 @@ class LSTM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.cells(self.tokens(x))[0]
         return self.head(hidden[:, -1] if self.last else hidden)
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+@dataclass
+class Workload:
+    """A model in training mode, one batch, and a loss module."""
+
+    name: str
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    loss: nn.Module = LOSS
+
+    def on(self, device: str) -> Workload:
+        return Workload(self.name, self.model.to(device).train(), self.x.to(device), self.y.to(device), self.loss)
+
+    @property
+    def samples(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def result_bytes(self) -> int:
+        """Size of the per-sample gradients."""
+        return self.samples * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+
+
+def images(samples: int, side: int = IMAGE_SIDE, channels: int = 3) -> Pair:
+    return torch.randn(samples, channels, side, side), torch.randint(10, (samples,))
+
+
+def perceptron(samples: int = 256) -> Workload:
+    model = nn.Sequential(nn.Flatten(), *mlp(784, 512, 512, 10))
+    return Workload(f"MLP 784-512-512-10, N={samples}", model, *images(samples, 28, 1))
+
+
+def cnn() -> Workload:
+    def stage(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(8, o), nn.ReLU()]
+
+    layers = [*stage(3, 32), *stage(32, 32), nn.MaxPool2d(2), *stage(32, 64), nn.MaxPool2d(2), *stage(64, 64)]
+    model = nn.Sequential(*layers, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(64, 10))
+    return Workload("CNN GroupNorm 3-32-32-64-64, N=64", model, *images(64))
+
+
+def small_cnn() -> Workload:
+    def stage(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+
+    model = nn.Sequential(*stage(3, 16), *stage(16, 32), nn.Flatten(), nn.Linear(2048, 10))
+    return Workload("CNN 3-16-32, N=32", model, *images(32))
+
+
+def gpt() -> Workload:
+    tokens, targets = torch.randint(256, (16, 64)), torch.randint(256, (16, 64))
+    return Workload("GPT 2 x 128, T=64, N=16", GPT(), tokens, targets)
+
+
+def resnet(samples: int = 32) -> Workload:
+    model = resnet18(16, 10, norm=lambda width: nn.GroupNorm(8, width))
+    return Workload(f"ResNet-18 GroupNorm, width 16, N={samples}", model, *images(samples))
+
+
+def lstm() -> Workload:
+    tokens, classes = torch.randint(256, (32, 32)), torch.randint(10, (32,))
+    return Workload("LSTM 2 x 256, T=32, N=32", LSTM(256, 256, 10, layers=2, last=True), tokens, classes)
+
+
+def vit() -> Workload:
+    """ViT-Tiny (arXiv:2012.12877): 12 blocks of width 192 with three heads."""
+    x, y = images(8)
+    return Workload("ViT-Tiny 12 x 192, 65 tokens, N=8", ViT(192, 12, 3, 4, 10), x, y)
+
+
+Workloads = dict[str, Callable[[], Workload]]
+PER_SAMPLE: Workloads = {"mlp": perceptron, "cnn": cnn, "gpt": gpt, "resnet": resnet, "lstm": lstm, "vit": vit}
+MATRICES: Workloads = {
+    "mlp": partial(perceptron, 128), "cnn": small_cnn, "gpt": gpt, "resnet": partial(resnet, 8),
+}  # fmt: skip
+
+
+def handed_in(place: str, device: str) -> Workload:
+    """What ``module:function`` returns, ``(model, (x, y), loss)``; the module is looked for where the script runs, too.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    module, _, function = place.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    found = getattr(importlib.import_module(module), function)()
+    try:
+        model, (x, y), loss = found
+        return Workload(place, model, x, y, loss).on(device)
+    except (TypeError, ValueError, AttributeError) as error:
+        expected = "(model, (x, y), loss), x and y tensors whose first axis is that of the samples"
+        raise ValueError(f"--model {place}: expected {expected}, found {found!r:.80}") from error
+
+
+def workloads(options: argparse.Namespace, known: Workloads) -> Iterator[tuple[str, Workload]]:
+    """The models handed in, else those chosen, with their names."""
+    if options.model:
+        yield from ((place, handed_in(place, options.device)) for place in options.model)
+    else:
+        yield from ((name, known[name]().on(options.device)) for name in chosen(options, known))

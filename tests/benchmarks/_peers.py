@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import curvature
 
 MAX_NORM = 1.0  # to which gradients are clipped
+norms = lambda gradients: torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
 
 
 class Curvature(Method):
@@ -52,13 +53,7 @@ class VmapNorms(Vmap):
 
     def one(self) -> Callable[[Gradients, Tensor, Tensor], Gradients | Tensor]:
         gradient = super().one()
-
-        def sample_norm(values: Gradients, x: Tensor, y: Tensor) -> Tensor:
-            gradients = gradient(values, x, y)
-            assert isinstance(gradients, dict)
-            return torch.stack([g.norm() for g in gradients.values()]).norm()
-
-        return sample_norm
+        return lambda *given: torch.stack([g.norm() for g in gradient(*given).values()]).norm()
 
 
 class Opacus(Method):
@@ -80,13 +75,6 @@ class Opacus(Method):
 
     def clear(self) -> None:
         self.wrapped.zero_grad(set_to_none=True)
-
-
-class OpacusNorms(Opacus):
-    """The same, then the norms of what it stored."""
-
-    def run(self) -> Gradients | Tensor:
-        return _norms(super().run())
 
 
 class OpacusGhost(Opacus):
@@ -198,9 +186,7 @@ class BackPACKNorms(BackPACKGradients):
     name, attribute = "BatchL2Grad", "batch_l2"
 
     def run(self) -> Gradients | Tensor:
-        squares = super().run()
-        assert isinstance(squares, dict)
-        return torch.stack(list(squares.values())).sum(0).sqrt()
+        return torch.stack(list(super().run().values())).sum(0).sqrt()
 
 
 class ExpandedWeights(Method):
@@ -218,16 +204,9 @@ class ExpandedWeights(Method):
             parameter.grad_sample = None  # type: ignore[attr-defined]
 
 
-class ExpandedWeightsNorms(ExpandedWeights):
+def then_norms(kind: type[Method]) -> type[Method]:
     """The same, then the norms of what it stored."""
-
-    def run(self) -> Gradients | Tensor:
-        return _norms(super().run())
-
-
-def _norms(gradients: Gradients | Tensor) -> Tensor:
-    assert isinstance(gradients, dict)
-    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+    return type("Norms", (kind,), {"run": lambda self: norms(kind.run(self))})
 
 
 def one_by_one(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Gradients:
@@ -243,12 +222,8 @@ def one_by_one(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Gradi
 
 def reference_clipped(gradients: Gradients) -> Gradients:
     """The sum of the samples' gradients, each clipped to `MAX_NORM`."""
-    weights = (MAX_NORM / _norms(gradients)).clamp(max=1)
+    weights = (MAX_NORM / norms(gradients)).clamp(max=1)
     return {name: torch.tensordot(weights, g, 1) for name, g in gradients.items()}
-
-
-def reference_norms(gradients: Gradients) -> Tensor:
-    return _norms(gradients).clone()
 
 
 Kinds = dict[str, Callable[..., Method]]
@@ -262,10 +237,10 @@ GRADIENTS: Kinds = {
 NORMS: Kinds = {
     "curvature": partial(Curvature, function=curvature.per_sample_norms),
     "vmap": VmapNorms,
-    "Opacus": OpacusNorms,
+    "Opacus": then_norms(Opacus),
     "Opacus ghost": OpacusGhost,
     "BackPACK": BackPACKNorms,
-    "expanded weights": ExpandedWeightsNorms,
+    "expanded weights": then_norms(ExpandedWeights),
 }
 CLIPPED: Kinds = {
     "curvature": partial(Curvature, function=partial(curvature.clipped_gradient, max_norm=MAX_NORM)),

@@ -18,6 +18,8 @@ EVERY = 10  # steps between the decompositions of SOAP, Shampoo and the empirica
 MATRICES = (nn.Linear, nn.Conv2d)  # layers whose weight is a matrix; an embedding is not one of them
 HIDDEN = (*MATRICES, nn.RNNBase, nn.MultiheadAttention)  # layers whose matrices Muon trains
 Setting = dict[str, float]
+sgd = lambda model, problem, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
+adamw = lambda model, problem, lr: torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
 
 
 class Steps(Protocol):
@@ -145,14 +147,6 @@ def _joined(layer: nn.Module) -> Tensor:
     """The gradient of weight and bias as one matrix, (outputs, inputs + 1)."""
     weight = layer.weight.grad.flatten(1)
     return torch.cat([weight, layer.bias.grad[:, None]], 1) if layer.bias is not None else weight
-
-
-def sgd(model: nn.Module, problem: Problem, lr: float) -> Steps:
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-
-
-def adamw(model: nn.Module, problem: Problem, lr: float) -> Steps:
-    return torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
 
 
 def muon(model: nn.Module, problem: Problem, lr: float) -> Steps:

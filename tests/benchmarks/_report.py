@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import platform
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+parser_of = lambda doc: argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+markdown = lambda head, align, rows: "\n".join(lines_of(head, align, rows))
+words = lambda setting: ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
+load = lambda path: json.loads(path.read_text()) if path.exists() else {}
+
+
+def options_of(doc: str | None, **usual: Any) -> argparse.Namespace:
+    """An option for each, with its usual value; from here on the processor has one thread."""
+    parser = parser_of(doc)
+    for name, value in usual.items():
+        kind: dict[str, Any] = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
+    torch.set_num_threads(1)
+    return parser.parse_args()
 
 
 def lines_of(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -20,14 +37,17 @@ def lines_of(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> 
         yield f"| {' | '.join(row)} |"
 
 
-def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(lines_of(head, align, rows))
-
-
 def printed(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> None:
     """Each row as soon as it is known."""
     for line in lines_of(head, align, rows):
         print(line, flush=True)
+
+
+def medians(rows: Mapping[Any, Sequence[Sequence[float]]], *forms: str) -> Iterator[list[str]]:
+    """Names, and the median of each of their numbers in its form."""
+    for name, found in rows.items():
+        numbers = map(statistics.median, zip(*found, strict=True))
+        yield [*([name] if isinstance(name, str) else name), *map("{:{}}".format, numbers, forms)]
 
 
 def processor() -> str:
@@ -43,14 +63,6 @@ def machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else processor()
     threads, python = torch.get_num_threads(), platform.python_version()
     return f"{name}, {threads} thread(s), torch {torch.__version__}, Python {python}"
-
-
-def words(setting: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

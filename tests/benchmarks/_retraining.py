@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from _networks import mlp as perceptron
-from _problems import mnist
+from _problems import fit, mnist
 from torch import Tensor, nn
 
 Data = tuple[Tensor, Tensor]
@@ -93,9 +93,5 @@ def mlp(data: Data, kept: Tensor, seed: int, epochs: int, decay: float) -> nn.Se
         model = perceptron(*WIDTHS)
         opt = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM, weight_decay=decay, fused=True)
         x, y = data[0][kept], data[1][kept]
-        for _ in range(epochs):
-            for batch in torch.randperm(len(x)).split(BATCH):
-                opt.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-                opt.step()
-    return model
+        batches = (batch for _ in range(epochs) for batch in torch.randperm(len(x)).split(BATCH))
+        return fit(model, opt, lambda batch: F.cross_entropy(model(x[batch]), y[batch]), batches)

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 PLAIN = "plain"
 Named = dict[str, Tensor]
+clock_of = lambda options: time.process_time if options.cpu_time else time.perf_counter
 
 
 class Unsupported(Exception):
@@ -92,10 +93,6 @@ def in_turns(ways: Mapping[str, Callable[[], T]], rounds: Iterable[int]) -> dict
         for name in names[shift:] + names[:shift]:
             found[name].append(ways[name]())
     return found
-
-
-def clock_of(options: argparse.Namespace) -> Clock:
-    return time.process_time if options.cpu_time else time.perf_counter
 
 
 @dataclass(frozen=True)

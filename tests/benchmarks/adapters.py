@@ -1,6 +1,6 @@
 """What frozen parameters cost: a transformer with low-rank adapters, all of it or the adapters alone.
 
-    python tests/benchmarks/adapters.py [rounds]
+    python tests/benchmarks/adapters.py [--rounds 5]
 
 CPU time of one thread, the least of the rounds, the ways in turn; and the most megabytes in tensors that a call adds to
 what there was. "all": every parameter requires a gradient; "frozen": the adapters alone do; "chosen": every
@@ -9,13 +9,12 @@ parameter does, and the adapters are asked for by ``parameters=``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from _networks import GPT
-from _report import printed
+from _report import options_of, printed
 from _rows import in_turns, peak_bytes, timed
 from torch import Tensor, nn
 
@@ -49,7 +48,7 @@ def adapted() -> tuple[nn.Module, list[str]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    rounds = options_of(__doc__, rounds=5).rounds
     whole, names = adapted()
     frozen, _ = adapted()
     frozen.requires_grad_(False)
@@ -60,54 +59,29 @@ def main() -> None:
         "", f"all {sizes[0]:,} parameters", f"{sizes[1]:,} in adapters, others frozen",
         "nothing frozen, adapters chosen",
     ]  # fmt: skip
-    printed(head, "l", ([label, *cells(ways), "-"][:4] for label, ways in rows(whole, frozen, names)))
+    printed(head, "l", ([label, *cells(ways, rounds), "-"][:4] for label, ways in rows(whole, frozen, names)))
 
 
 def rows(whole: nn.Module, frozen: nn.Module, names: list[str]) -> Iterator[tuple[str, list[Callable[[], object]]]]:
     """What is done, and the ways to do it."""
     x, y = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
-    calls: dict[str, Callable[..., object]] = {
-        "`kfac` with `sampled()`": lambda model, **options: curvature.kfac(
-            model, LOSS, (x, y), curvature.sampled(), **options
-        ),
-        "`per_sample_norms`": lambda model, **options: curvature.per_sample_norms(model, LOSS, x, y, **options),
-        "`gauss_newton(...) @ v`": lambda model, **options: _product(
-            curvature.gauss_newton(model, LOSS, (x, y), **options)
-        ),
-    }
+    kfac = lambda model, **chosen: curvature.kfac(model, LOSS, (x, y), curvature.sampled(), **chosen)
+    norms = lambda model, **chosen: curvature.per_sample_norms(model, LOSS, x, y, **chosen)
+    product = lambda model, **chosen: (
+        (G := curvature.gauss_newton(model, LOSS, (x, y), **chosen)) @ torch.ones(G.shape[0])
+    )
+    calls = {"`kfac` with `sampled()`": kfac, "`per_sample_norms`": norms, "`gauss_newton(...) @ v`": product}
     for label, call in calls.items():
         yield label, [partial(call, whole), partial(call, frozen), partial(call, whole, parameters=names)]
-    models = whole, frozen
-    yield "one of the first steps of `KFAC`", [_step(optimizers.KFAC(model), model, x, y) for model in models]
-    for model in models:
+    send_back = lambda model: (model.zero_grad(), LOSS(model(x), y).backward())
+    step = lambda model, opt: (send_back(model), opt.step())
+    yield "one of the first steps of `KFAC`", [partial(step, m, optimizers.KFAC(m)) for m in (whole, frozen)]
+    for model in (whole, frozen):
         model.zero_grad()
-    yield "forward and backward, to compare", [_backward(model, x, y) for model in models]
+    yield "forward and backward, to compare", [partial(send_back, model) for model in (whole, frozen)]
 
 
-def _product(G: curvature.MatrixFree) -> Tensor:
-    return G @ torch.ones(G.space.size)
-
-
-def _backward(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
-    def run() -> None:
-        model.zero_grad()
-        LOSS(model(x), y).backward()
-
-    return run
-
-
-def _step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
-    send_back = _backward(model, x, y)
-
-    def run() -> None:
-        send_back()
-        opt.step()
-
-    return run
-
-
-def cells(ways: Sequence[Callable[[], object]]) -> Iterator[str]:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+def cells(ways: Sequence[Callable[[], object]], rounds: int) -> Iterator[str]:
     for way in ways:
         way()
     times = in_turns({str(k): lambda way=way: timed(way)[1] for k, way in enumerate(ways)}, range(rounds))

@@ -38,6 +38,10 @@ LOSS = nn.CrossEntropyLoss()
 DECAY = 1e-3  # of the softmax regression
 EPOCHS, MLP_DECAY = 20, 1e-4
 Scores = Callable[[nn.Module, Data, Data], Tensor]
+in_sample_space = lambda build: lambda *given: build(*given).compact()
+sampled_fisher = lambda *given: curvature.fisher(*given, inject=curvature.sampled())
+ranks = lambda x: x.argsort(-1).argsort(-1).double()
+shown = lambda truth, scores: "{:.2f} ({:.2f})".format(*truth.lds(scores))
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,6 @@ def products(model: nn.Module, train: Data, query: Data) -> Tensor:
     return curvature.influence(model, LOSS, train, query, 0 * K, damping=1.0)
 
 
-def in_sample_space(build: Callable[..., curvature.MatrixFree]) -> Callable[..., curvature.Operator]:
-    return lambda *given: build(*given).compact()
-
-
-def sampled_fisher(*given: object) -> curvature.Operator:
-    return curvature.fisher(*given, inject=curvature.sampled())
-
-
 class Trak:
     """TRAK with projected gradients of the margin, for any number of models."""
 
@@ -103,10 +99,6 @@ class Trak:
     def __call__(self, models: Sequence[nn.Module], train: Data, query: Data) -> Tensor:
         first, second = zip(*(self.parts(model, train, query) for model in models), strict=True)
         return torch.stack(first).mean(0) * torch.stack(second).mean(0)
-
-
-def ranks(x: Tensor) -> Tensor:
-    return x.argsort(-1).argsort(-1).double()
 
 
 def correlation(a: Tensor, b: Tensor) -> Tensor:
@@ -219,10 +211,6 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
     for (name, damping, count), way in ways.items():
         scores, spent = timed(way)
         yield [name, damping, str(count), shown(truth, scores), f"{spent:.1f}"]
-
-
-def shown(truth: Truth, scores: Tensor) -> str:
-    return "{:.2f} ({:.2f})".format(*truth.lds(scores))
 
 
 def main() -> None:

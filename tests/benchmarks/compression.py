@@ -9,15 +9,13 @@ nearest level. Ours contain the time of `kfac`. No training follows.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
 from collections.abc import Callable
 
 import torch
 from _networks import mlp
-from _problems import mnist, split
-from _report import printed
+from _problems import fit, mnist, split
+from _report import medians, options_of, printed
 from _rows import timed
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -33,13 +31,9 @@ Data = tuple[Tensor, Tensor]
 def trained(seed: int, x: Tensor, y: Tensor) -> nn.Module:
     torch.manual_seed(seed)
     model = mlp(784, 128, 64, 10)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(600):
-        batch = torch.randint(len(x), (100,))
-        optimizer.zero_grad()
-        LOSS(model(x[batch]), y[batch]).backward()
-        optimizer.step()
-    return model
+    batches = (torch.randint(len(x), (100,)) for _ in range(600))
+    loss = lambda batch: LOSS(model(x[batch]), y[batch])
+    return fit(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss, batches)
 
 
 def by_magnitude(model: nn.Module, sparsity: float) -> Parameters:
@@ -86,20 +80,16 @@ def judged(model: nn.Module, parameters: Parameters, data: Data, unseen: Data) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    seeds = options_of(__doc__, seeds=3).seeds
     data, unseen = split(*mnist(), 4000)
     rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for seed in range(options.seeds):
+    for seed in range(seeds):
         model = trained(seed, *data)
         for name, run in tasks(model, data).items():
             parameters, seconds = timed(run)
             rows.setdefault(name, []).append((*judged(model, parameters, data, unseen), seconds))
-    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in rows.items()}
-    cells = ([*name, *map("{:{}}".format, found, (".3f", ".1f", ".2f"))] for name, found in medians.items())
-    printed(["", "method", "training loss", "right, %", "seconds"], "llr", cells)
+    head = ["", "method", "training loss", "right, %", "seconds"]
+    printed(head, "llr", medians(rows, ".3f", ".1f", ".2f"))
 
 
 if __name__ == "__main__":

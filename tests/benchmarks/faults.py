@@ -9,7 +9,6 @@ the forward pass. At each of these steps, and every 50, all that the run keeps i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import math
@@ -18,8 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from _report import options_of
 from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
@@ -37,28 +38,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)), "cnn": cnn,
 }  # fmt: skip
 Batch = tuple[Tensor, Tensor]
+no_number = lambda found: tuple(x * math.nan if x.is_floating_point() else x for x in found)
+inputs = lambda change: lambda model, opt, batch: plain(model, opt, (change(batch[0]), batch[1]))
 
 
-@contextlib.contextmanager
-def failing(how: Callable[[Any], Any]) -> Iterator[None]:
-    """No eigh and no Cholesky decomposition succeeds."""
-    names = ("eigh", "cholesky_ex")
-    true = {name: getattr(torch.linalg, name) for name in names}
-    for name in names:
-        setattr(torch.linalg, name, lambda *args, name=name, **kwargs: how(true[name](*args, **kwargs)))
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(torch.linalg, name, true[name])
+def failing(how: Callable[[Any], Any]) -> Any:
+    """No eigh and no Cholesky decomposition succeeds inside."""
+    spoiled = lambda true: lambda *args, **kwargs: how(true(*args, **kwargs))
+    return mock.patch.multiple(torch.linalg, **{k: spoiled(getattr(torch.linalg, k)) for k in ("eigh", "cholesky_ex")})
 
 
 def raised(found: Any) -> Any:
     raise torch.linalg.LinAlgError("injected")
-
-
-def no_number(found: Any) -> Any:
-    return tuple(x * math.nan if x.is_floating_point() else x for x in found)
 
 
 @contextlib.contextmanager
@@ -91,10 +82,6 @@ def gradients(value: float) -> Callable[[nn.Module, KFAC, Batch], None]:
         plain(model, opt, batch, lambda: last.grad.view(-1)[0].fill_(value))  # type: ignore[union-attr]
 
     return fault
-
-
-def inputs(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, KFAC, Batch], None]:
-    return lambda model, opt, batch: plain(model, opt, (change(batch[0]), batch[1]))
 
 
 def decompositions(how: Callable[[Any], Any]) -> Callable[[nn.Module, KFAC, Batch], None]:
@@ -161,10 +148,7 @@ def run(make: Callable[[nn.Module], KFAC], model: nn.Module, steps: int, faults:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name, default in (("steps", 2000), ("faults", 50), ("seeds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = options_of(__doc__, steps=2000, faults=50, seeds=3)
     for name, optimizer, seed in itertools.product(MODELS, OPTIMIZERS, range(options.seeds)):
         found = []
         for faults in (0, options.faults):

@@ -19,7 +19,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ PICTURES = {  # commands that draw what is stored
     "generality": "generality.py --report --json {runs} --figure docs/generality.png",
     "race": "race.py --report --json {runs} --figure docs/race.png",
 }
+middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
 
 
 def markdown(table: Table) -> str:
@@ -114,14 +115,13 @@ def demo() -> str:
     return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('demo'))}"
 
 
-def results_of_families() -> dict[str, Any]:
-    from _contest_report import FamilyResult
+def scores_of_kfac() -> tuple[dict[str, list[Any]], dict[str, float], float]:
+    """By family; the median speeds; the geometric mean of the median ratios of steps."""
+    from _contest_report import FamilyResult, geometric
 
-    return {name: FamilyResult.read(result) for name, result in runs_of("generality").items()}
-
-
-def middle(scores: Sequence[Any], what: str) -> Any:
-    return sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
+    scores = {name: FamilyResult.read(result).scores()["kfac"] for name, result in runs_of("generality").items()}
+    speeds = {name: middle(own, "speed").speed for name, own in scores.items()}
+    return scores, speeds, geometric([middle(own, "steps").steps for own in scores.values()])
 
 
 def grouped(speeds: Mapping[str, float]) -> dict[str, list[str]]:
@@ -145,14 +145,11 @@ def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
-    from _contest_report import NAMES
-    from _generality_scores import geometric
+    from _contest_report import NAMES, geometric
 
-    scores = {name: result.scores()["kfac"] for name, result in results_of_families().items()}
-    medians = {name: middle(own, "speed") for name, own in scores.items()}
-    speeds = {name: score.speed for name, score in medians.items()}
-    said = lambda name: f"{NAMES[name]} ({'below ' if medians[name].slower else ''}{speeds[name]:.2g})"
-    steps = geometric([middle(own, "steps").steps for own in scores.values()])
+    scores, speeds, steps = scores_of_kfac()
+    mark = lambda name: "below " if middle(scores[name], "speed").slower else ""
+    said = lambda name: f"{NAMES[name]} ({mark(name)}{speeds[name]:.2g})"
     every = [score for own in scores.values() for score in own]
     diverged = sum(score.end != "stopped" for score in every)
     return listed(speeds, said) + (
@@ -186,11 +183,9 @@ def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
 
 def steps_line() -> str:
     from _contest_report import NAMES
-    from _generality_scores import geometric
 
-    scores = {NAMES[name]: result.scores()["kfac"] for name, result in results_of_families().items()}
-    steps = geometric([middle(own, "steps").steps for own in scores.values()])
-    ahead, level, behind = grouped({name: middle(own, "speed").speed for name, own in scores.items()}).values()
+    scores, speeds, steps = scores_of_kfac()
+    ahead, level, behind = grouped({NAMES[name]: speed for name, speed in speeds.items()}).values()
     return (
         f"`KFAC`, untuned, needs **{100 * steps:.0f} % of tuned AdamW's steps**, in the geometric mean over "
         f"{len(scores)} families of problems. In CPU time it is ahead of the best tuned rival on {len(ahead)}, level "

@@ -9,15 +9,13 @@ strength. Shares of 597 unseen digits that are right in each task, medians over 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
 from collections.abc import Callable
 
 import torch
 from _networks import mlp
-from _report import printed
-from sklearn.datasets import load_digits
+from _problems import fit, sklearn_digits
+from _report import medians, options_of, printed
 from torch import Tensor, nn
 
 import curvature
@@ -31,24 +29,18 @@ Penalty = Callable[[nn.Module], Tensor]
 
 def digits(seed: int) -> tuple[Data, Data]:
     """Those to learn, and the unseen."""
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images, labels = sklearn_digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    images, labels = images[order].float() / 16, labels[order]
+    images, labels = images[order], labels[order]
     return (images[:1200], labels[:1200]), (images[1200:], labels[1200:])
 
 
-def fit(model: nn.Module, data: Data, steps: int, penalty: Penalty | None = None) -> nn.Module:
+def trained(model: nn.Module, data: Data, steps: int, penalty: Penalty = lambda model: torch.zeros(())) -> nn.Module:
     """A copy of the model, trained by Adam."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        batch = torch.randint(len(data[0]), (100,), generator=generator)
-        optimizer.zero_grad()
-        loss = LOSS(model(data[0][batch]), data[1][batch])
-        (loss + penalty(model) if penalty else loss).backward()
-        optimizer.step()
-    return model
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    batches = (torch.randint(len(data[0]), (100,), generator=generator) for _ in range(steps))
+    loss = lambda batch: LOSS(model(data[0][batch]), data[1][batch]) + penalty(model)
+    return fit(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, batches)
 
 
 def matrices(model: nn.Module, data: Data) -> dict[str, Operator]:
@@ -69,23 +61,19 @@ def outcomes(seed: int) -> dict[tuple[str, str], tuple[float, float]]:
     first, unseen = digits(seed)
     second = first[0][:, mixed], first[1]
     tasks = unseen, (unseen[0][:, mixed], unseen[1])
-    start = fit(mlp(64, 16, 10, activation=nn.Tanh), first, 200)
-    models = {("the first task alone", "-"): start, ("no penalty", "-"): fit(start, second, 100)}
+    start = trained(mlp(64, 16, 10, activation=nn.Tanh), first, 200)
+    models = {("the first task alone", "-"): start, ("no penalty", "-"): trained(start, second, 100)}
     for name, K in matrices(start, first).items():
         for strength in STRENGTHS:
-            models[name, str(strength)] = fit(start, second, 100, curvature.quadratic_penalty(strength * K, start))
+            models[name, str(strength)] = trained(start, second, 100, curvature.quadratic_penalty(strength * K, start))
     return {name: (right(model, tasks[0]), right(model, tasks[1])) for name, model in models.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [outcomes(seed) for seed in range(options.seeds)]
-    cells = lambda name: (f"{statistics.median(own[name][task] for own in found):.1f}" for task in (0, 1))
+    found = [outcomes(seed) for seed in range(options_of(__doc__, seeds=5).seeds)]
+    rows = {name: [own[name] for own in found] for name in found[0]}
     head = ["penalty", "strength", "right of the first task, %", "right of the second, %"]
-    printed(head, "lr", ([*name, *cells(name)] for name in found[0]))
+    printed(head, "lr", medians(rows, ".1f", ".1f"))
 
 
 if __name__ == "__main__":

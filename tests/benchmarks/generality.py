@@ -27,9 +27,8 @@ from pathlib import Path
 
 import torch
 from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
-from _contest_report import FamilyResult, family_figure, family_table, line
+from _contest_report import FamilyResult, Targets, crossing, family_figure, family_table, level, line
 from _generality_families import FAMILIES
-from _generality_scores import Targets, crossing, level
 from _problems import Problem
 from _race_rivals import ENTRIES, Entry, Setting
 from _report import load, machine, words

@@ -27,6 +27,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -36,15 +37,87 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_networks import FULL, SMALL, Network, gpt
+from _networks import LOSS, ViT, resnet18, resnet50
+from _problems import GPT
 from _race_rivals import adamw, muon, sgd, soap
 from _report import machine, markdown
 from _rows import Clock, clock_of, in_turns, peak_bytes, timed
-from _workloads import LOSS
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: there are folders of the packages' names, too
+
+from support.host_waits import Waits
+
+mean_step = lambda ordinary, whole, interval: ordinary + (whole - ordinary) / interval
+
+
+class ClassesSecond(nn.Module):
+    """Logits (N, T, V) as (N, V, T), the layout that `nn.CrossEntropyLoss` takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+@dataclass(frozen=True)
+class Network:
+    """What makes a network on a device, and its batch; the loss is the mean cross-entropy."""
+
+    title: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+
+    def on(self, device: str) -> tuple[nn.Module, Tensor, Tensor]:
+        """Always the same parameters and the same batch."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            return (self.make(), *self.batch())
+
+
+def gpt(name: str, vocabulary: int, length: int, batch: int, **size: Any) -> Network:
+    def tokens() -> tuple[Tensor, Tensor]:
+        whole = torch.randint(vocabulary, (batch, length + 1))
+        return whole[:, :-1], whole[:, 1:]
+
+    title = f"{name} {size['layers']} x {size['d']}, {vocabulary:,} words, {batch} x {length} tokens"
+    return Network(title, lambda: nn.Sequential(GPT(vocabulary, length=length, **size), ClassesSecond()), tokens)
+
+
+def images(name: str, make: Callable[..., nn.Module], side: int, batch: int, classes: int, **size: Any) -> Network:
+    drawn = lambda: (torch.randn(batch, 3, side, side), torch.randint(classes, (batch,)))
+    width = f", width {size['width']}" if "width" in size else ""
+    return Network(f"{name}{width}, {side}x{side}, batch {batch}", lambda: make(classes=classes, **size), drawn)
+
+
+# for each way to measure the networks that are meant, and small ones for a processor; those of "curvature" are those of
+# curvlinops' own benchmark, whose figures stand beside ours
+FULL = {
+    "steps": {
+        "resnet": images("ResNet-18", resnet18, 32, 128, 100, width=64),
+        "vit": images("ViT 12 x 384", ViT, 32, 128, 100, d=384, layers=12, heads=6, patch=4),
+        "gpt": gpt("GPT-2", 50257, 256, 8, d=768, layers=12, heads=12),
+    },
+    "curvature": {
+        "nanogpt": gpt("nanoGPT", 50257, 1024, 4, d=768, layers=12, heads=12),
+        "resnet50": images("ResNet-50", resnet50, 224, 64, 1000, width=64, depths=(3, 4, 6, 3)),
+        "resnet18": images("ResNet-18", resnet18, 32, 512, 10, width=64),
+    },
+}
+SMALL = {
+    "steps": {
+        "resnet": images("ResNet-18", resnet18, 32, 32, 100, width=16),
+        "vit": images("ViT 4 x 96", ViT, 32, 16, 100, d=96, layers=4, heads=3, patch=4),
+        "gpt": gpt("GPT-2", 2000, 64, 8, d=128, layers=2, heads=4),
+    },
+    "curvature": {
+        "nanogpt": gpt("nanoGPT", 500, 32, 4, d=64, layers=2, heads=2),
+        "resnet50": images("ResNet-50", resnet50, 64, 4, 100, width=8, depths=(1, 1, 1, 1)),
+        "resnet18": images("ResNet-18", resnet18, 32, 16, 10, width=8),
+    },
+}
+
 
 WARM = 9  # steps: factors then look for low ranks at update 16 only
 SETTLED = 100  # a step at which KFAC's intervals have their full length
@@ -79,18 +152,6 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
     "KFAC": lambda model, problem, lr: KFAC(model),
     "EKFAC": lambda model, problem, lr: EKFAC(model),
 }
-
-
-class Reads(TorchDispatchMode):
-    """Counts the numbers that Python asks for: on a GPU each is a wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 class Run:
@@ -164,9 +225,9 @@ class Result:
 def waits_of(step: Callable[[], None], device: str) -> int:
     """Synchronising calls as CUDA reports them; elsewhere numbers that Python asks for."""
     if not device.startswith("cuda"):
-        with Reads() as reads:
+        with Waits() as found:
             step()
-        return reads.count
+        return found.count
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -304,10 +365,6 @@ def table_of_quantities(title: str, results: Sequence[Quantity], with_published:
 
 
 INTERVALS = 10, 32, 100  # steps
-
-
-def mean_step(ordinary: float, whole: float, interval: int) -> float:
-    return ordinary + (whole - ordinary) / interval
 
 
 def gpt2(options: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:

@@ -10,7 +10,6 @@ of a layer. "correlation": of all scores where both take the true labels, so tha
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.util
 import logging
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _networks import mlp
-from _report import printed
+from _report import options_of, printed
 from _retraining import Data, digits
 from _rows import in_turns, timed
 from torch import Tensor, nn
@@ -96,12 +95,7 @@ def row(name: str, rounds: int, train: Data, query: Data) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--digits", type=int, default=2000)
-    parser.add_argument("--queries", type=int, default=200)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(__doc__, rounds=3, digits=2000, queries=200)
     if importlib.util.find_spec("kronfluence") is None:
         print(f"not installed: kronfluence (in a folder of its own, see {__file__})")
         return

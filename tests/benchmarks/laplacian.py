@@ -9,13 +9,13 @@ wall time, or of processor time where others share the machine.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 from _networks import mlp
-from _report import printed
+from _report import options_of, printed
 from _rows import Clock, clock_of, in_turns, timed
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
@@ -105,18 +105,12 @@ def rows(case: str, activation: type[nn.Module], rounds: int, clock: Clock) -> I
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--cpu-time", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    every = (
-        row
-        for case in CASES
-        for kind in (nn.Tanh, nn.SiLU)
-        for row in rows(case, kind, options.rounds, clock_of(options))
+    options = options_of(__doc__, rounds=41, cpu_time=False)
+    found = (
+        rows(case, kind, options.rounds, clock_of(options))
+        for case, kind in itertools.product(CASES, (nn.Tanh, nn.SiLU))
     )
-    printed(["model", "what", "the model alone, ms", *WAYS], "llr", every)
+    printed(["model", "what", "the model alone, ms", *WAYS], "llr", itertools.chain.from_iterable(found))
 
 
 if __name__ == "__main__":

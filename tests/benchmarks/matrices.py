@@ -6,7 +6,7 @@
     python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time --out table.md
     python tests/benchmarks/matrices.py --model mine:mixer --only kfac            # your own, as in `per_sample.py`
 
-All of mean cross-entropy over one batch. Every method is checked first (`_matrix_references.py`); what is wrong or
+All of mean cross-entropy over one batch. Every method is checked first (`_matrix_peers.py`); what is wrong or
 unsupported is named and not timed. Diagonals and factors from sampled labels are checked by their mean over many draws,
 Kronecker factors by what ``kron(B, A)`` makes of random vectors. Then methods run in turn, as in `per_sample.py`, and
 the table shows medians of ratios to the plain batch gradient.
@@ -28,19 +28,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import _matrix_peers as peers
-import _matrix_references as references
 from _matrix_peers import PROBES, Kinds, Matrix
+from _networks import LOSS, MATRICES, Workload, workloads
 from _rows import Named, Plain, Row, arguments, chosen, report, worst_error
-from _workloads import LOSS, MATRICES, Workload, workloads
 from torch import nn
 
 COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
 DRAWS = 300  # over which a random quantity is averaged
 NEAR = 0.1  # relative distance of that mean from the exact quantity, per parameter
-
-
-def exact_error(method: Matrix, reference: Named) -> float:
-    return worst_error(method.named(method.run()), reference)
+exact_error = lambda method, reference: worst_error(method.named(method.run()), reference)
+_factors = lambda workload: peers.kronecker(workload, peers.vectors(workload.model, PROBES))
 
 
 def mean_error(method: Matrix, reference: Named) -> float:
@@ -50,7 +47,7 @@ def mean_error(method: Matrix, reference: Named) -> float:
         for name, found in method.named(method.run()).items():
             total[name] += found / DRAWS
         method.clear()
-    return references.distance(total, reference) / NEAR
+    return peers.distance(total, reference) / NEAR
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,13 @@ class Quantity:
         if not self.counts:
             yield self.row(workload, self.label, self.reference(workload))
         for count in self.counts:
-            reference = self.reference(workload, references.vectors(workload.model, count))
+            reference = self.reference(workload, peers.vectors(workload.model, count))
             yield self.row(workload, f"{self.label}, {count}", reference, count=count)
 
     def row(self, workload: Workload, label: str, reference: Named, **options: int) -> Row:
         setting = workload.model, LOSS, workload.x, workload.y
         makers = {name: partial(kind, *setting, **options) for name, kind in self.kinds.items()}
         return Row([workload.name, label], partial(Plain, *setting), makers, partial(self.error, reference=reference))
-
-
-def _factors(workload: Workload) -> Named:
-    return references.kronecker(workload, references.vectors(workload.model, PROBES))
 
 
 def _affine_layers(model: nn.Module) -> nn.Module:
@@ -106,14 +99,14 @@ def _affine_layers(model: nn.Module) -> nn.Module:
 ALL = ("mlp", "cnn", "gpt", "resnet")
 IMAGES = ("mlp", "cnn", "resnet")  # of a GPT, exact ones would take a vector for each of 64 tokens and 256 words
 QUANTITIES = {
-    "diagonal": Quantity("diagonal, exact", peers.DIAGONAL, references.diagonal, models=IMAGES),
+    "diagonal": Quantity("diagonal, exact", peers.DIAGONAL, peers.diagonal, models=IMAGES),
     "sampled-diagonal": Quantity(
-        "diagonal, one sample", peers.SAMPLED_DIAGONAL, references.diagonal, mean_error, models=IMAGES
+        "diagonal, one sample", peers.SAMPLED_DIAGONAL, peers.diagonal, mean_error, models=IMAGES
     ),
     "kfac": Quantity("K-FAC, exact", peers.FACTORS, _factors, models=IMAGES, affine=True),
     "sampled-kfac": Quantity("K-FAC, one sample", peers.SAMPLED_FACTORS, _factors, mean_error, IMAGES, affine=True),
-    "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, references.gauss_newton, models=ALL, counts=(1, 10, 32)),
-    "hessian": Quantity("H V", peers.HESSIAN, references.hessian, models=ALL, counts=(1, 10, 32)),
+    "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, peers.gauss_newton, models=ALL, counts=(1, 10, 32)),
+    "hessian": Quantity("H V", peers.HESSIAN, peers.hessian, models=ALL, counts=(1, 10, 32)),
 }
 
 

@@ -22,9 +22,10 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, Kinds, one_by_one, reference_clipped, reference_norms
+from _networks import PER_SAMPLE, Workload, workloads
+from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, Kinds, one_by_one, reference_clipped
+from _peers import norms as norms_of
 from _rows import Method, Plain, Row, arguments, chosen, report, worst_error
-from _workloads import PER_SAMPLE, Workload, workloads
 from torch import Tensor
 
 QUANTITIES: dict[str, Kinds] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
@@ -37,7 +38,7 @@ def error_of(quantity: str, method: Method, reference: Gradients) -> float:
         return worst_error(result, reference_clipped(reference))
     if not isinstance(result, Tensor):
         return worst_error(result, reference)
-    norms = reference_norms(reference)
+    norms = norms_of(reference)
     return float(((result - norms).abs() / (2e-4 * norms)).max())
 
 

@@ -9,16 +9,16 @@ points when the processor's seconds are over. Adam's learning rate is the best o
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _networks import mlp
-from _report import printed
+from _report import options_of, printed
 from torch import Tensor, nn
 
 import curvature
@@ -26,10 +26,8 @@ from optimizers import KFAC, NaturalGradient
 
 NETWORKS = ((2, 64, 1), (2, 64, 64, 48, 48, 1))
 RATES = (1e-3, 3e-3, 1e-2)
-
-
-def solution(x: Tensor) -> Tensor:
-    return torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1])
+solution = lambda x: torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1])
+residual_method = lambda kind: lambda task: partial(kind(task.model).step, task.residuals)
 
 
 @dataclass
@@ -62,14 +60,6 @@ class Poisson:
 Method = Callable[[Poisson], Callable[[], object]]
 
 
-def residual_method(kind: type) -> Method:
-    def start(task: Poisson) -> Callable[[], object]:
-        opt = kind(task.model)
-        return lambda: opt.step(task.residuals)
-
-    return start
-
-
 def loss_method(made: Callable[[Poisson], torch.optim.Optimizer]) -> Method:
     def start(task: Poisson) -> Callable[[], object]:
         opt = made(task)
@@ -80,7 +70,7 @@ def loss_method(made: Callable[[Poisson], torch.optim.Optimizer]) -> Method:
             loss.backward()
             return loss
 
-        return lambda: opt.step(closure)
+        return partial(opt.step, closure)
 
     return start
 
@@ -104,11 +94,7 @@ def run(method: Method, seed: int, sizes: tuple[int, ...], seconds: float) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(__doc__, seconds=120.0, seeds=3)
     torch.set_default_dtype(torch.float64)
     print(f"root mean square error after {options.seconds:g} s (steps)\n")
 

@@ -10,12 +10,9 @@ the first `WARM` steps, where renewals are frequent, are left out.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import os
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _race_problems import cnn
-from _report import printed
+from _problems import cnn
+from _report import medians, options_of, printed
 from torch.nn.parallel import DistributedDataParallel
 
 from optimizers import EKFAC, KFAC
@@ -77,21 +74,16 @@ def measured(size: int, name: str, batch: int, steps: int) -> float:
         return float(Path(folder, "rate").read_text())
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--optimizers", nargs="+", default=list(MAKES), choices=list(MAKES))
-    options = parser.parse_args(arguments)
-    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in options.optimizers}
+def main() -> None:
+    options = options_of(__doc__, steps=200, rounds=5)
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in MAKES}
     for _ in range(options.rounds):
         for name, found in rows.items():
             one = measured(1, name, 128, options.steps)
             found.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
-    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in rows.items()}
-    cells = ([name, *map("{:{}}".format, found, (".0f", ".2f", ".2f"))] for name, found in medians.items())
-    printed(["optimizer", "one process, images/s", "the same batch each", "the batch in two"], "l", cells)
+    head = ["optimizer", "one process, images/s", "the same batch each", "the batch in two"]
+    printed(head, "l", medians(rows, ".0f", ".2f", ".2f"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from _networks import LOSS, PER_SAMPLE, Workload
 from _peers import one_by_one
 from _rows import PLAIN, Method, Named, Plain, Row, Timing, arguments, chosen, peak_bytes, report, worst_error
-from _workloads import LOSS, PER_SAMPLE, Workload
 from torch import Tensor, nn
 
 import curvature
@@ -99,7 +99,7 @@ def row(kind: str, workload: Workload, rows: Named) -> Row:
 
 def rows(models: Sequence[str], kinds: Sequence[str], device: str) -> Iterator[Row]:
     for model in models:
-        workload = PER_SAMPLE[model](device)
+        workload = PER_SAMPLE[model]().on(device)
         reference = one_by_one(workload.model, LOSS, workload.x, workload.y)
         yield from [row(kind, workload, reference) for kind in kinds]
 

@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
 from _contest_report import RaceResult, grid_lines, race_figure, race_table
-from _problems import Problem
-from _race_problems import PROBLEMS
+from _problems import PROBLEMS, Problem
 from _race_rivals import ENTRIES, OURS, RIVALS, Entry, Setting
 from _report import load, machine, markdown
 

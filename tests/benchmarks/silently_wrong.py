@@ -11,8 +11,8 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,77 +22,41 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
-import _silently_wrong_calls as of_matrices  # noqa: E402
-import _silently_wrong_uses as of_uses  # noqa: E402
 from _report import markdown  # noqa: E402
-from _silently_wrong_calls import Call, Named, NoCase  # noqa: E402
-from _silently_wrong_cases import CASES, Case  # noqa: E402
+from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase  # noqa: E402
+from _silently_wrong_cases import CASES  # noqa: E402
 
-CALLS: list[Call] = [
-    call() for call in (
-        of_matrices.BackPACKRows, of_matrices.BackPACKDiagonal, of_matrices.BackPACKHessian,
-        of_matrices.BackPACKFactors, of_matrices.OpacusRows, of_matrices.OpacusNorms, of_matrices.CurvlinopsGGN,
-        of_matrices.CurvlinopsHessian, of_matrices.CurvlinopsEF, of_matrices.CurvlinopsKFAC,
-        of_matrices.NNGeometryDense, of_matrices.NNGeometryFactors, of_uses.LaplaceFull, of_uses.LaplaceFactors,
-        of_uses.LaplaceLast, of_uses.SINGDInputs, of_uses.SINGDTrained, of_matrices.VmapRows, of_matrices.FuncHessian,
-        of_matrices.AutogradHessian, of_uses.FuncLaplacian, of_uses.LaplacianGradient,
-    )
-]  # fmt: skip
 TOLERANCE = 1e-6
 OUTCOMES = "right", "raises", "warned", "wrong"
-PEERS = {
-    "backpack-for-pytorch": "BackPACK",
-    "opacus": "Opacus",
-    "curvlinops-for-pytorch": "curvlinops",
-    "nngeometry": "nngeometry",
-    "laplace-torch": "laplace-torch",
-    "singd": "singd",
-    "torch": "torch",
-}
+PEERS = {"backpack-for-pytorch": "BackPACK", "opacus": "Opacus", "curvlinops-for-pytorch": "curvlinops"}
+PEERS |= {name: name for name in ("nngeometry", "laplace-torch", "singd", "torch")}
 # Warnings that come with right results, too.
 UNRELATED = "Full backward hook is firing", "There is a performance drop", "Using padding='same'", "`torch.jit"
-GROUPS = "documented: one factor for all groups of channels"
-LAST_LAYER = "documented: the last layer has to be linear (of a function after it nothing is said)"
-TOKENS = "documented in a private function: further axes count as samples"
-TRAINED = "documented: trains what it supports; the warning about the rest that it promises does not come"
-NEIGHBOURS = "a sample's row depends on the others' labels"
-# What the peers' documentation says, or one has to know; by call and case.
-NOTES = {
-    ("`KFACLinearOperator`", "grouped convolution"): GROUPS,
-    ('`Laplace(..., "all", "kron")`', "grouped convolution"): GROUPS,
-    ('`Laplace(..., hessian_structure="full")`', "bounded regression"): LAST_LAYER,
-    ('`Laplace(..., hessian_structure="full")`', "temperature"): LAST_LAYER,
-    ("`EFLinearOperator`", "mean over tokens"): TOKENS,
-    ("`EFLinearOperator`", "tokens folded into the batch"): TOKENS,
-    ("`EFLinearOperator`", "logits folded into the batch"): TOKENS,
-    ("`EFLinearOperator`", "several outputs"): "three times the formula in its documentation",
-    ("`SINGD` (what it trains)", "position embedding"): TRAINED,
-    ("`SINGD` (what it trains)", "learnt scale"): TRAINED,
-    ("`SINGD` (what it trains)", "low rank adapter"): TRAINED,
-    ("`SINGD` (what it trains)", "weight norm"): TRAINED,
-    ("`torch.func.hessian`", "padding index"): "documented: differences and gradients are not the same at this row",
-    ("`torch.func.hessian`", "layer norm"): "related: pytorch issue 196700",
-    ("backward pass of the Laplacian (`torch.autograd`)", "physics informed network with layer norm"): (
-        "pytorch issue 175754"
-    ),
-    **{
-        (call, case): NEIGHBOURS
-        for call in ("`GradSampleModule`", "ghost clipping (norms)")
-        for case in ("class weights", "unlabelled samples", "padded sentences")
-    },
-    **{
-        (call, "tokens folded into the batch"): "documented: the first axis of every layer's input is the batch"
-        for call in ("`GradSampleModule`", "ghost clipping (norms)")
-    },
-    **{
-        (call, "padding index"): "torch's forward mode; the matrix is not symmetric"
-        for call in (*(f"`{kind}LinearOperator`" for kind in ("GGN", "Hessian", "EF")), '`Laplace(..., "all", "full")`')
-    },
-    **{
-        ("`HessianLinearOperator`", case): "a second derivative of torch.func"
-        for case in ("layer norm", "instance norm")
-    },
-}
+OPACUS = "`GradSampleModule`", "ghost clipping (norms)"
+GGN, HESSIAN, EF, KFAC = (f"`{kind}LinearOperator`" for kind in ("GGN", "Hessian", "EF", "KFAC"))
+FULL, KRON, LAST = (f"`Laplace(..., {how})`" for how in ('"all", "full"', '"all", "kron"', 'hessian_structure="full"'))
+FUNC, LAPLACIAN = "`torch.func.hessian`", "backward pass of the Laplacian (`torch.autograd`)"
+# What the peers' documentation says, or one has to know; of which calls and cases.
+SAID: list[tuple[str, Sequence[str], Sequence[str]]] = [
+    ("documented: one factor for all groups of channels", [KFAC, KRON], ["grouped convolution"]),
+    ("documented: the last layer has to be linear (of a function after it nothing is said)",
+     [LAST], ["bounded regression", "temperature"]),
+    ("documented in a private function: further axes count as samples",
+     [EF], ["mean over tokens", "tokens folded into the batch", "logits folded into the batch"]),
+    ("three times the formula in its documentation", [EF], ["several outputs"]),
+    ("documented: trains what it supports; the warning about the rest that it promises does not come",
+     [MOVED], ["position embedding", "learnt scale", "low rank adapter", "weight norm"]),
+    ("documented: differences and gradients are not the same at this row", [FUNC], ["padding index"]),
+    ("related: pytorch issue 196700", [FUNC], ["layer norm"]),
+    ("pytorch issue 175754", [LAPLACIAN], ["physics informed network with layer norm"]),
+    ("a sample's row depends on the others' labels",
+     OPACUS, ["class weights", "unlabelled samples", "padded sentences"]),
+    ("documented: the first axis of every layer's input is the batch", OPACUS, ["tokens folded into the batch"]),
+    ("torch's forward mode; the matrix is not symmetric", [GGN, HESSIAN, EF, FULL], ["padding index"]),
+    ("a second derivative of torch.func", [HESSIAN], ["layer norm", "instance norm"]),
+]  # fmt: skip
+NOTES = {(call, case): note for note, calls, cases in SAID for call in calls for case in cases}
+short = lambda error: f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
 def relative_error(found: Named, truth: Named) -> float:
@@ -130,7 +94,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def finding(call: Call, found: Named, truth: Named, error: float) -> str:
-    if isinstance(call, of_uses.SINGDTrained):
+    if call.name == MOVED:
         return "does not train " + ", ".join(f"`{name}`" for name in truth if not found[name])
     if error == float("inf"):
         name = next(name for name in truth if found[name].shape != truth[name].shape)
@@ -139,17 +103,13 @@ def finding(call: Call, found: Named, truth: Named, error: float) -> str:
     return f"{100 * error:.2g} %" if error < 0.995 else f"{100 * error:.0f} %"
 
 
-def short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
-
-
 def attempt(call: Call, make: Any) -> dict[str, Any]:
     """The outcome of a call on a case: "right", "raises", "warned", "wrong" or "no case"."""
     try:
         truth = call.truth(make())
     except NoCase as reason:
         return {"outcome": "no case", "why": str(reason)}
-    case: Case = make()
+    case = make()
     with heard() as messages:
         try:
             found = call.theirs(case)
@@ -170,10 +130,9 @@ def wrong(call: Call, make: Any, found: Named, truth: Named) -> dict[str, Any]:
     error, name = relative_error(found, truth), make().name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            is_right = bool(call.other_name) and relative_error(call.other(make()), truth) < TOLERANCE
-        except Exception:
-            is_right = False
+        is_right = False
+        with suppress(Exception):
+            is_right = call.other is not None and relative_error(call.other(make()), truth) < TOLERANCE
     return {
         "outcome": "wrong",
         "error": None if error == float("inf") else error,
@@ -190,7 +149,7 @@ def our_outcome(call: Call, make: Any) -> dict[str, Any]:
             found = call.ours(make())
         except (ValueError, NotImplementedError, TypeError) as error:
             return {"ours": None, "ours_refused": short(error)}
-    return {"ours": relative_error(found, call.truth_of_ours(make()))}
+    return {"ours": relative_error(found, (call.truth_of_ours or call.truth)(make()))}
 
 
 @contextmanager

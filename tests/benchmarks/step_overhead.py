@@ -28,10 +28,8 @@ import torch
 import torch.nn.functional as F
 from _contest import Run
 from _generality_families import FAMILIES
-from _generality_models import normalised
-from _networks import LSTM
-from _problems import token_loss
-from _race_problems import GPT, deep
+from _networks import LSTM, normalised
+from _problems import GPT, deep, token_loss
 from _race_rivals import ENTRIES
 from _report import printed
 from torch import Tensor, nn

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from _networks import mlp
+from _problems import fit, sklearn_digits
 from _report import printed
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import curvature
@@ -31,16 +31,12 @@ LAYERS, SIDE = 24, 1024
 
 
 def trained() -> tuple[nn.Module, Tensor, Tensor]:
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
-    images = images.float() / 16
+    images, labels = sklearn_digits()
     torch.manual_seed(0)
     model = mlp(64, 96, 32, 10, activation=nn.Tanh)
-    opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(300):
-        batch = torch.randint(1500, (100,))
-        opt.zero_grad()
-        LOSS(model(images[batch]), labels[batch]).backward()
-        opt.step()
+    batches = (torch.randint(1500, (100,)) for _ in range(300))
+    loss = lambda batch: LOSS(model(images[batch]), labels[batch])
+    fit(model, torch.optim.Adam(model.parameters(), lr=3e-3), loss, batches)
     return model, images, labels
 
 

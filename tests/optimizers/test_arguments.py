@@ -13,10 +13,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient
 pytestmark = pytest.mark.fast
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
-
-
-def network(width: int = 5) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+network = lambda width=5: nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
 
 
 def train(model: nn.Module, opt: KFAC) -> None:

@@ -19,6 +19,7 @@ import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.adaptive import HandOverStep
 from support.cases.case import placed, seeded
+from support.habits import flat as weights
 
 with seeded(0):
     X, Y = torch.randn(16, 4), torch.randint(3, (16,))
@@ -36,6 +37,7 @@ CHOICES: dict[str, tuple[type[KFAC], dict[str, Any]]] = {
     "woodbury": (NaturalGradient, {"momentum": 0.5}),
     "woodbury adaptive": (NaturalGradient, {"adaptive": True}),
     "woodbury residuals": (NaturalGradient, {"momentum": 0.5}),
+    "adaptive residuals": (NaturalGradient, {"adaptive": True}),
     "layerwise": (NaturalGradient, {"layerwise": True, "momentum": 0.5}),
     "layerwise dense": (NaturalGradient, {"layerwise": True, "solver": "dense", "inject": curvature.isotropic(2)}),
     "search": (NaturalGradient, {"line_search": True}),
@@ -80,10 +82,6 @@ def train(name: str, model: nn.Module, opt: KFAC, steps: int) -> None:
         else:
             closure()
             opt.step()
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -255,7 +253,7 @@ def test_damaged_states(kind: type[KFAC], damage: str):
     assert str(other.state_dict()) == before
 
 
-def flat(inverse: dict[str, Any]) -> dict[str, Any]:
+def with_shapes(inverse: dict[str, Any]) -> dict[str, Any]:
     """The state of an inverse in the form of that version, in which shapes tell kinds apart."""
     sides = inverse["rows"], inverse["columns"]
     scales, sizes = (tuple(side.get(key, other) for side in sides) for key, other in (("scale", None), ("sizes", ())))
@@ -276,7 +274,7 @@ def as_version_4(state: dict[str, Any]) -> dict[str, Any]:
         known = layers.get(name, {"measured": 0.0, "predicted": 0.0})
         block["energies"] = torch.tensor([known["measured"], known["predicted"]]) if known["measured"] else None
         if "scheme" in block:
-            block["inverse"] = inverse = flat(block["inverse"])
+            block["inverse"] = inverse = with_shapes(block["inverse"])
             storage = block["scheme"].pop("storage")
             block["scheme"]["diagonal"] = tuple(name == "diagonal" for name in storage)
             block["scheme"]["few"] = tuple(name == "sketch" for name in storage)

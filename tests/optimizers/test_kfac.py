@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from optimizers import KFAC
+from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
 from support.training import TASKS, Loss, assert_same, copied, curvature_of, digits, task, train
@@ -27,12 +27,13 @@ def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Modul
 
 
 @pytest.mark.training_run
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 @pytest.mark.parametrize("name", TASKS)
-def test_lowers_the_loss(name: str, device):
+def test_lowers_the_loss(name: str, optimizer: type[KFAC], device):
     model, loss, x, y = task(name, device)
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     with seeded(1):
-        values = train(model, KFAC(model), loss, x, y, 25)
+        values = train(model, optimizer(model), loss, x, y, 25)
     assert all(map(math.isfinite, values)) and sum(values[-3:]) / 3 < 0.8 * values[0], values
     moved = {k: not torch.equal(p, before[k]) for k, p in model.named_parameters() if p.grad is not None}
     assert all(moved.values()), moved
@@ -50,18 +51,20 @@ def test_ahead_of_sgd(name: str, steps: int = 200):
 
 
 EVERY = [curvature.empirical(), curvature.sampled(2), curvature.exact(), curvature.propagated(), curvature.isotropic(3)]
+OF_NAMES = [(KFAC, "mlp"), (KFAC, "cnn"), (KFAC, "regression"), (EKFAC, "cnn")]
 
 
 @pytest.mark.training_run
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("inject", EVERY, ids=repr)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "regression"])
-def test_injections(name: str, inject: curvature.Injection, sharing: str):
+@pytest.mark.parametrize("optimizer, name", OF_NAMES)
+def test_injections(optimizer: type[KFAC], name: str, inject: curvature.Injection, sharing: str):
     model, loss, x, y = task(name)
     module = nn.MSELoss() if name == "regression" else nn.CrossEntropyLoss()
-    opt = KFAC(model, loss=module, inject=inject, sharing=sharing)
+    opt = optimizer(model, loss=module, inject=inject, sharing=sharing)
     values = train(model, opt, loss, x, y, 12)
-    assert all(map(math.isfinite, values)) and values[-1] < values[0] and "kronecker" in opt.report()
+    assert all(map(math.isfinite, values)) and values[-1] < values[0]
+    assert ("kronecker" if optimizer is KFAC else "eigen") in opt.report()
 
 
 def test_a_loss_that_adds_gives_the_same_steps():

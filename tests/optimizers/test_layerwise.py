@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimizers import NaturalGradient
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
+from support.habits import flat
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.fast
@@ -18,20 +19,11 @@ pytestmark = pytest.mark.fast
 LOSS, D = nn.CrossEntropyLoss(), 0.05
 
 
-class Shared(nn.Module):
+def shared(m: nn.Module, tokens: Tensor) -> Tensor:
     """An embedding that is also the last weight, a bias that two weights share, places, a norm, a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3)
-        self.one, self.two = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
-        self.bias = nn.Parameter(torch.randn(3))
-        self.own, self.norm, self.branch = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = torch.tanh(self.own(self.table(tokens)))
-        h = self.norm(F.linear(torch.tanh(F.linear(h, self.one, self.bias)), self.two, self.bias))
-        return (self.branch(h) if tokens[0, 0] == 0 else h).sum(1) @ self.table.weight.T
+    h = torch.tanh(m.own(m.table(tokens)))
+    h = m.norm(F.linear(torch.tanh(F.linear(h, m.one, m.bias)), m.two, m.bias))
+    return (m.branch(h) if tokens[0, 0] == 0 else h).sum(1) @ m.table.weight.T
 
 
 GROUPS = [
@@ -42,13 +34,11 @@ GROUPS = [
 
 def problem() -> tuple[nn.Module, Tensor, Tensor]:
     with seeded(0):
-        model, x, y = Shared().double(), torch.randint(5, (4, 3)), torch.randint(5, (4,))
+        layers = {"own": nn.Linear(3, 3), "norm": nn.LayerNorm(3), "branch": nn.Linear(3, 3)}
+        model = Raw(shared, table=nn.Embedding(5, 3), one=(3, 3), two=(3, 3), bias=(3,), **layers).double()
+        x, y = torch.randint(5, (4, 3)), torch.randint(5, (4,))
     x[:, 0] = 0
     return model, x, y
-
-
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def direction(opt: NaturalGradient, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

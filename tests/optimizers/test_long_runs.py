@@ -21,11 +21,13 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC
 from support import training
+from support.cases.case import Raw
 from support.training import ORDERS, data_order, draws, epochs
 
 pytestmark = pytest.mark.training_run
 
 Losses = Iterator[Callable[[], Tensor]]
+adamw = lambda model: torch.optim.AdamW(model.parameters(), 1e-3)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -36,10 +38,6 @@ def digits() -> tuple[Tensor, Tensor]:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
 def train(model: nn.Module, opt: Any, losses: Losses, steps: int) -> list[float]:
@@ -140,19 +138,16 @@ def test_learning_rate_restarts() -> None:
     assert median(worst) < 0.2 and median(ends) < 0.05  # 0.03 and 0.012; AdamW 0.6 and 0.3
 
 
-class VariationalAutoencoder(nn.Module):
+def variational_autoencoder() -> nn.Module:
     """One output vector of picture, mean and log-variance: entries of very different meaning."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 16))
-        self.decoder = nn.Sequential(nn.Linear(8, 96), nn.ReLU(), nn.Linear(96, 64))
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        mean, log_variance = m.encoder(x).chunk(2, 1)
+        picture = m.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean))
+        return torch.cat([picture, mean, log_variance], 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mean, log_variance = self.encoder(x).chunk(2, 1)
-        return torch.cat(
-            [self.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean)), mean, log_variance], 1
-        )
+    layers = lambda i, o: nn.Sequential(nn.Linear(i, 96), nn.ReLU(), nn.Linear(96, o))
+    return Raw(run, encoder=layers(64, 16), decoder=layers(8, 64))
 
 
 def negative_bound(output: Tensor, x: Tensor) -> Tensor:
@@ -166,7 +161,7 @@ def test_variational_autoencoder() -> None:
     (x, _), ends = digits(), []
     for order, make in itertools.product(ORDERS, (KFAC, lambda model: torch.optim.AdamW(model.parameters(), 3e-3))):
         torch.manual_seed(order)
-        model = VariationalAutoencoder()
+        model = variational_autoencoder()
         losses = (
             lambda model=model, batch=batch: negative_bound(model(x[batch]), x[batch])
             for batch in epochs(len(x), 64, order)
@@ -185,14 +180,10 @@ def characters() -> tuple[Tensor, int]:
     return torch.tensor([index[character] for character in text]), len(index)
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(vocabulary, 48), nn.LSTM(48, 48, batch_first=True)
-        self.head = nn.Linear(48, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0]).movedim(2, 1)
+def language_model(vocabulary: int) -> nn.Module:
+    run = lambda m, x: m.head(m.lstm(m.embed(x))[0]).movedim(2, 1)
+    embed, lstm = nn.Embedding(vocabulary, 48), nn.LSTM(48, 48, batch_first=True)
+    return Raw(run, embed=embed, lstm=lstm, head=nn.Linear(48, vocabulary))
 
 
 def test_recurrent_language_model() -> None:
@@ -207,7 +198,7 @@ def test_recurrent_language_model() -> None:
     means = []
     for order in ORDERS:
         torch.manual_seed(0)
-        model = LanguageModel(vocabulary)
+        model = language_model(vocabulary)
         found = train(model, KFAC(model), losses(model, data_order(order)), 200)
         means.append([fmean(found[start : start + 50]) for start in range(0, 200, 50)])
     typical = [median(own) for own in zip(*means, strict=True)]

@@ -15,6 +15,7 @@ from support.cases.case import Raw, seeded
 from support.combinations import in_pairs
 from support.comparisons import right_rows
 from support.oracles import brute_force as oracle
+from support.training import train
 
 pytestmark = pytest.mark.fast
 N, LOSS = 6, nn.MSELoss()
@@ -67,13 +68,7 @@ def problem(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
 def test_training_goes_on(forward: Forward, inject: Any, make: Any) -> None:
     model, x, y = problem(forward)
     opt = make(model, **({} if inject is None else {"loss": LOSS, "inject": inject}))
-    losses = []
-    for _ in range(6):
-        opt.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
+    losses = train(model, opt, LOSS, x, y, 6)
     assert losses[-1] < losses[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvature import exact
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.schedule import DRIFT, Schedule
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
 EVERY = pytest.mark.parametrize(
@@ -27,15 +27,10 @@ with seeded(0):
     X, Y = torch.randn(32, 6), torch.randint(3, (32,))
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.body = nn.Linear(6, 8)
-            self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](self.body(x).tanh())
+def with_heads() -> nn.Module:
+    with seeded(1):
+        body, heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+    return Raw(lambda m, x, head: m.heads[head](m.body(x).tanh()), body=body, heads=heads)
 
 
 def step(model: nn.Module, opt: Any, *args: Any, y: Tensor = Y) -> float:
@@ -49,7 +44,7 @@ def step(model: nn.Module, opt: Any, *args: Any, y: Tensor = Y) -> float:
 @OPTIMIZERS
 def test_a_head_that_is_seldom_used_gets_curvature(optimizer: type[KFAC]) -> None:
     """Every 30th step used it, between two renewals, so that it had none for ever."""
-    model = Heads()
+    model = with_heads()
     opt = optimizer(model)
     for k in range(90):
         step(model, opt, int(k % 30 == 29))
@@ -62,7 +57,7 @@ def test_what_no_pass_shows_is_not_awaited() -> None:
     """A parameter that a penalty alone reads: renewals stay as seldom as they are."""
     counts = []
     for has_penalty in (False, True):
-        model = Heads()
+        model = with_heads()
         opt = KFAC(model)
         for _ in range(60):
             opt.zero_grad()

@@ -14,6 +14,7 @@ import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw, seeded
 from support.cases.models import attending
+from support.training import train
 
 LOSS = nn.CrossEntropyLoss()
 SHAPE = (6, 4)
@@ -32,14 +33,15 @@ def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
         return model, torch.randn(7, *SHAPE).double() * torch.linspace(0.2, 3, 7)[:, None, None], torch.arange(7) % 3
 
 
-def clipped_sum(model: nn.Module, x: Tensor, y: Tensor, max_norm: float) -> list[Tensor]:
-    """Sample by sample."""
-    parameters = list(model.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
+def clipped_sum(model: nn.Module, x: Tensor, y: Tensor, max_norm: float, alone: Any = None, each: int = 1) -> Any:
+    """Sample by sample, whose loss is given by `alone`, and which has so many rows of the target."""
+    alone = alone or (lambda model, x, y: LOSS(model(x), y))
+    parameters, total = list(model.parameters()), [torch.zeros_like(p) for p in model.parameters()]
     for n in range(len(x)):
-        found = torch.autograd.grad(LOSS(model(x[n : n + 1]), y[n : n + 1]), parameters, materialize_grads=True)
+        own = alone(model, x[n : n + 1], y[n * each : (n + 1) * each])
+        found = torch.autograd.grad(own, parameters, materialize_grads=True)
         norm = float(sum((g.square().sum() for g in found), torch.zeros(())).sqrt())
-        total = [t + g * min(1.0, max_norm / norm) for t, g in zip(total, found, strict=True)]
+        total = [t + g * min(1.0, max_norm / max(norm, 1e-30)) for t, g in zip(total, found, strict=True)]
     return total
 
 
@@ -93,24 +95,14 @@ def folded(output: Tensor, y: Tensor, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(output.reshape(-1, 3), y.reshape(-1), **options)
 
 
-class OverClasses(nn.Module):
-    """Classes last, and as many rows of the target as tokens."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).flatten(0, 1)
-
-
 # Losses with weights or tokens that count, and the contribution of a sample alone.
 def weighed() -> list[Any]:
     model, x, y = made("GroupNorm")
     alone = lambda model, x, y: nn.functional.cross_entropy(model(x), y, weight=W, reduction="sum")
     by_hand = lambda o, y: (W[y] * nn.functional.cross_entropy(o, y, reduction="none")).mean()
     tokens = words()
-    rows = OverClasses(tokens[0]), tokens[1], tokens[2].flatten()
+    over_classes = Raw(lambda m, x: m.model(x).flatten(0, 1), model=tokens[0])  # as many rows of the target as tokens
+    rows = over_classes, tokens[1], tokens[2].flatten()
     places = lambda model, x, y: folded(model(x), y, weight=W, reduction="sum") / 5
     return [
         pytest.param((model, x, y), nn.CrossEntropyLoss(W), alone, 1, id="class weights"),
@@ -126,15 +118,10 @@ def weighed() -> list[Any]:
 def test_weights_count_before_clipping(batch: Any, loss: Any, alone: Any, each: int, max_norm: float, microbatch: Any):
     """Against a loop over samples, and without clipping along the gradient of the batch."""
     model, x, y = batch
-    parameters, total = list(model.parameters()), [torch.zeros_like(p) for p in model.parameters()]
-    for n in range(len(x)):
-        found = torch.autograd.grad(alone(model, x[n : n + 1], y[n * each : (n + 1) * each]), parameters)
-        size = float(sum(g.square().sum() for g in found)) ** 0.5
-        total = [t + g * min(1.0, max_norm / max(size, 1e-30)) / 4 for t, g in zip(total, found, strict=True)]
     found = taken(model, x, y, loss, max_norm, microbatch=microbatch)
-    torch.testing.assert_close(found, total)
+    torch.testing.assert_close(found, [t / 4 for t in clipped_sum(model, x, y, max_norm, alone, each)])
     if max_norm > 1:
-        whole = torch.autograd.grad(loss(model(x), y), parameters)
+        whole = torch.autograd.grad(loss(model(x), y), list(model.parameters()))
         flat = [torch.cat([g.flatten() for g in side]) for side in (found, whole)]
         torch.testing.assert_close(torch.cosine_similarity(*flat, dim=0), torch.ones(()).double())
 
@@ -230,16 +217,12 @@ def test_opacus_takes_the_same_steps_and_counts_them_alike() -> None:
     counted, told = RDPAccountant(), RDPAccountant()
     dp.attach_step_hook(counted.get_optimizer_hook_fn(sample_rate=0.01))
     for _ in range(3):
-        dp.zero_grad()
-        LOSS(theirs(x), y).backward()
-        dp.step()
+        train(theirs, dp, LOSS, x, y, 1)
         opt.step(x, y)
     torch.testing.assert_close(list(model.parameters()), list(theirs.parameters()), rtol=1e-5, atol=1e-5)
     dp.noise_multiplier = opt.noise = 1.1
     for _ in range(20):
-        dp.zero_grad()
-        LOSS(theirs(x), y).backward()
-        dp.step()
+        train(theirs, dp, LOSS, x, y, 1)
         opt.step(x, y)
         told.step(noise_multiplier=opt.noise, sample_rate=0.01)
     assert opt.steps == 23

@@ -18,6 +18,7 @@ from support.running_blocks import columns_of, rows_of
 from support.training import TASKS, closure_of, task, train, train_by_closure
 
 pytestmark = pytest.mark.fast
+intervals = lambda steps: [b - a for a, b in itertools.pairwise(steps)]
 
 
 def renewals(schedule: Schedule, steps: int, drift: Callable[[int], float]) -> list[int]:
@@ -28,10 +29,6 @@ def renewals(schedule: Schedule, steps: int, drift: Callable[[int], float]) -> l
             found.append(step)
             schedule.note_renewal(step, {"a": [drift(step) / 2], "b": [0.0, drift(step)], "c": [3 * drift(step)]})
     return found
-
-
-def intervals(steps: list[int]) -> list[int]:
-    return [b - a for a, b in itertools.pairwise(steps)]
 
 
 def test_intervals_grow_to_the_one_given():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from curvature.recording import warn_once
@@ -254,3 +256,130 @@ def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: p
             left.zero_grad()  # what has no gradient does not move
             opt.step()
     assert not caplog.records
+
+
+# -- closures that are called again for other parameters, but do not compute with them
+
+
+def cached(model: nn.Module, is_called: bool = False) -> Callable[[], Tensor]:
+    predicted = model(X)
+    return lambda: F.mse_loss(predicted + 0 * model(X).detach() if is_called else predicted, Y)
+
+
+def cached_loss(model: nn.Module) -> Callable[[], Tensor]:
+    value = F.mse_loss(model(X), Y)
+    return lambda: value
+
+
+CLOSURES = {
+    "cached predictions": cached, "cached predictions, and a call": functools.partial(cached, is_called=True),
+    "cached loss": cached_loss,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+@pytest.mark.parametrize("case", CLOSURES)
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_closure_of_a_loss_that_no_step_changes_raises(name: str, case: str, is_detached: bool) -> None:
+    model = network()
+    opt = REPEATED[name](model)
+    loss = CLOSURES[case](model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        value.backward(retain_graph=True)
+        return value.detach() if is_detached else value
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="closure: it returned a loss .*before the closure was called"):
+        opt.step(closure)
+    for p, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, then)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_step_on_the_loss_of_another_model_is_none_and_logged(name: str, is_called: bool, caplog: Any) -> None:
+    warn_once.cache_clear()
+    model = network()
+    opt, other = REPEATED[name](model), copy.deepcopy(model)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        if is_called:
+            model(X)
+        value = F.mse_loss(other(X), Y)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        opt.step(closure)
+    for p, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, then)
+    assert opt.steps == 0
+    assert [r.getMessage() for r in caplog.records if "depends on no parameter" in r.getMessage()] != []
+
+
+@pytest.mark.parametrize("make", [KFAC, NaturalGradient, lambda m: NaturalGradient(m, adaptive=True)])
+@pytest.mark.parametrize("case", ["outputs", "residuals", "copy"])
+def test_residuals_from_outside_raise(make: Any, case: str) -> None:
+    model = network().double()
+    x, opt = X.double(), make(model)
+    predicted, other = model(x), copy.deepcopy(model)
+    residuals = (predicted - 1)[:, 0]
+    closures = {
+        "outputs": lambda: (predicted - 1)[:, 0],
+        "residuals": lambda: residuals,
+        "copy": lambda: (other(x) - 1)[:, 0],
+    }
+    with pytest.raises(RuntimeError, match="closure: it returned residuals"):
+        opt.step(closures[case])
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("form", ["frozen trunk", "parameters alone", "cached features"])
+def test_a_closure_that_reads_some_parameters_itself_steps(name: str, form: str) -> None:
+    model = network()
+    if form == "frozen trunk":
+        model[0].requires_grad_(False)
+    opt = REPEATED[name](model)
+    known = model[0](X).detach()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = F.mse_loss(model(X), Y)
+        if form == "parameters alone":
+            value = value + sum(p.square().sum() for p in model.parameters())
+        if form == "cached features":
+            value = value + known.square().mean()
+        value.backward()
+        return value
+
+    first = float(opt.step(closure))
+    for _ in range(4):
+        last = float(opt.step(closure))
+    assert last < first
+
+
+def test_a_plain_step_takes_a_closure_of_outputs_computed_before() -> None:
+    model = network()
+    opt, predicted = KFAC(model), model(X)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(predicted, Y)
+        loss.backward()
+        return loss
+
+    first = opt.step(closure).item()
+    assert float(F.mse_loss(model(X), Y)) < first
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_step_without_its_closure_names_the_optimizer(name: str) -> None:
+    model = network()
+    opt = REPEATED[name](model)
+    with pytest.raises(TypeError, match=rf"^{type(opt).__name__}\("):
+        opt.step()

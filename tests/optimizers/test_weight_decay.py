@@ -25,14 +25,8 @@ CLOSURES = {
     "residuals": functools.partial(KFAC, damping=1.0),
     "exact residuals": functools.partial(NaturalGradient, damping=1.0),
 }
-
-
-def adamw(model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=weight_decay)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+adamw = lambda model, weight_decay: torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=weight_decay)
+flat = lambda model: nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -39,52 +39,30 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, text)]
 
 
-def leaving_out_the_named_digits_costs_more(text: str) -> bool:
-    rises = re.findall(r"\] +(-?[\d.]+) +(-?[\d.]+)$", text, re.MULTILINE)
-    return sum(float(named) for named, _ in rises) > 2 * sum(float(random) for _, random in rises)
+def column(number: int, text: str) -> float:
+    """The sum of a column of how much losses rise."""
+    return sum(float(rise[number]) for rise in re.findall(r"\] +(-?[\d.]+) +(-?[\d.]+)$", text, re.MULTILINE))
 
 
-def fewer_bits(text: str) -> bool:
-    bits = numbers(r"([\d.]+) bits per character", text)
-    return bits[-1] < 0.8 * bits[0] and "2 processes end in the same parameters" in text
+def falls(pattern: str, text: str, factor: float, last: int = -1) -> bool:
+    found = numbers(pattern, text)
+    return found[last] < factor * found[0]
 
 
-def error_bars_hold_most(text: str) -> bool:
-    return all(85 < share <= 100 for share in numbers(r"(\d+)% are within", text))
-
-
-def the_test_error_falls(text: str) -> bool:
-    errors = numbers(r"test error ([\d.]+) per pixel", text)
-    return errors[-2] < errors[0]  # the last is that of PCA
-
-
-def the_loss_falls(text: str) -> bool:
-    losses = numbers(r"loss ([\d.e+-]+),", text)
-    return losses[-1] < 0.7 * losses[0]
-
-
-def privacy_costs(text: str) -> bool:
-    accuracies = numbers(r"accuracy ([\d.]+)%", text)
-    return min(accuracies) > 40 and accuracies[0] > accuracies[-1]
-
-
-def the_resumed_run_is_equal(text: str) -> bool:
-    return "the resumed run ends in the same parameters" in text and numbers(r"accuracy ([\d.]+)%", text)[-1] > 80
-
-
-def most_digits_are_right(text: str) -> bool:
-    return numbers(r"accuracy ([\d.]+)%", text)[-1] > 40
-
-
+accuracies = lambda text: numbers(r"accuracy ([\d.]+)%", text)
 CLAIMS: dict[str, Callable[[str], bool]] = {
-    "attribution": leaving_out_the_named_digits_costs_more,
-    "language_model_ddp": fewer_bits,
-    "laplace_posterior": error_bars_hold_most,
-    "lightning_autoencoder": the_test_error_falls,
-    "poisson": the_loss_falls,
-    "private_training": privacy_costs,
-    "train_classifier": the_resumed_run_is_equal,
-    "trainer": most_digits_are_right,
+    "attribution": lambda text: column(0, text) > 2 * column(1, text),  # without the named digits, and random ones
+    "language_model_ddp": lambda text: (
+        falls(r"([\d.]+) bits per character", text, 0.8) and "2 processes end in the same parameters" in text
+    ),
+    "laplace_posterior": lambda text: all(85 < share <= 100 for share in numbers(r"(\d+)% are within", text)),
+    "lightning_autoencoder": lambda text: falls(r"test error ([\d.]+) per pixel", text, 1, -2),  # the last is PCA's
+    "poisson": lambda text: falls(r"loss ([\d.e+-]+),", text, 0.7),
+    "private_training": lambda text: min(found := accuracies(text)) > 40 and found[0] > found[-1],  # privacy costs
+    "train_classifier": lambda text: (
+        "the resumed run ends in the same parameters" in text and accuracies(text)[-1] > 80
+    ),
+    "trainer": lambda text: accuracies(text)[-1] > 40,
 }
 
 

@@ -21,6 +21,7 @@ FILES = (
     "curvature/matrices/test_every_builder.py",
     "optimizers/test_every_optimizer.py",
 )
+is_optimizer = lambda thing: inspect.isclass(thing) and issubclass(thing, torch.optim.Optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,6 @@ def gives_an_injection(function: object) -> bool:
 
 def is_builder(function: object) -> bool:
     return inspect.isfunction(function) and "data" in inspect.signature(function).parameters
-
-
-def is_optimizer(thing: object) -> bool:
-    return inspect.isclass(thing) and issubclass(thing, torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def generality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def scores(generality: ModuleType) -> ModuleType:
-    return importlib.import_module("_generality_scores")
+    return importlib.import_module("_contest_report")
 
 
 def test_every_family_is_tested(generality: ModuleType) -> None:
@@ -88,7 +88,7 @@ def test_a_run_that_fails_says_so_and_ends(generality: ModuleType) -> None:
 
 def test_the_cost_to_come_on_the_board(generality: ModuleType) -> None:
     """A policy that always goes right, and one that draws among all moves, by simulation."""
-    loops = importlib.import_module("_generality_loops")
+    loops = importlib.import_module("_generality_families")
     torch.manual_seed(0)
     grid = loops.Grid(side=3, horizon=8)
     right = lambda x: 1e6 * torch.tensor([1.0, 0, 0, 0]).expand(len(x), 4)
@@ -102,7 +102,7 @@ def test_the_cost_to_come_on_the_board(generality: ModuleType) -> None:
 
 def test_the_excess_of_a_variance_model(generality: ModuleType) -> None:
     """Against the mean of the loss itself over many targets."""
-    families, data = (importlib.import_module(f"_generality_{name}") for name in ("families", "data"))
+    families = data = importlib.import_module("_generality_families")
     torch.manual_seed(0)
     family = generality.FAMILIES["variance"]()
     (model,) = family.make()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("pytorch_optimizer", reason="a peer of the bench extra is missing: make test installs it")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module, networks = (importlib.import_module(name) for name in ("gpu", "_gpu_networks"))
+    module, networks = (importlib.import_module(name) for name in ("gpu", "gpu"))
     steps = {
         "resnet": networks.images("ResNet-18", networks.resnet18, 32, 4, 100, width=2),
         "vit": networks.images("ViT", networks.ViT, 32, 4, 100, d=8, layers=1, heads=2, patch=16),

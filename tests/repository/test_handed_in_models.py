@@ -23,7 +23,7 @@ def test_models_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "mine_handed_in.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    handed_in, script = (importlib.import_module(name) for name in ("_workloads", "per_sample"))
+    handed_in, script = (importlib.import_module(name) for name in ("_networks", "per_sample"))
     workload = handed_in.handed_in("mine_handed_in:net", "cpu")
     monkeypatch.setitem(script.QUANTITIES, "norms", {"curvature": script.NORMS["curvature"]})
     reference = script.one_by_one(workload.model, workload.loss, workload.x, workload.y)

@@ -16,6 +16,7 @@ from support.snapshots import unchanged
 
 EVERY = [*CASES, *EXACT_OR_REFUSED]
 name_of = lambda case: case.id
+small = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_linear_layer_in_closed_form():
@@ -59,10 +60,6 @@ def test_oracle_leaves_buffers():
     x = torch.randn(4, 3, 5)
     oracle.per_sample_gradients(norm, nn.MSELoss(), x, x)
     assert not norm.running_mean.any() and norm.num_batches_tracked == 0
-
-
-def small(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_matrices_of_a_linear_layer_in_closed_form():

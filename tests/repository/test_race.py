@@ -187,7 +187,7 @@ def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
     """One row for each size; what does not come to the target says so."""
 
     def sized(device: str, batch: int = 64) -> Any:
-        problem = importlib.import_module("_race_problems").tanh(device, **(TINY["tanh"] | {"batch": batch}))
+        problem = importlib.import_module("_problems").tanh(device, **(TINY["tanh"] | {"batch": batch}))
         return replace(problem, target=2.0 if batch == 128 else -1.0, budget=0.5)
 
     monkeypatch.setitem(race.PROBLEMS, "tanh", sized)

@@ -14,10 +14,7 @@ from support.architecture import ROOT
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = sorted(path for path in REFERENCE.glob("*.md") if path.name != "index.md")
 PUBLIC = ("curvature", "optimizers", "curvature.plots", "curvature.estimators")
-
-
-def entries(text: str) -> list[str]:
-    return re.findall(r"^::: (\S+)", text, re.MULTILINE)
+entries = lambda text: re.findall(r"^::: (\S+)", text, re.MULTILINE)
 
 
 def named(path: str) -> object:

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from support.cases.case import Raw
+
+lstm = lambda: recurrent(nn.LSTM)
+gru = lambda: recurrent(nn.GRU)
+
 
 @pytest.fixture(autouse=True)
 def sim(device, monkeypatch):
@@ -19,18 +24,12 @@ def sim(device, monkeypatch):
     return importlib.import_module("support.simulated_device.simdev")
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 11)
-
-    def forward(self, x):
-        h = self.embed(x)
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(h)).chunk(3, -1))
-        with sdpa_kernel(SDPBackend.MATH):
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(h + a.transpose(1, 2).flatten(2))
+def attend(m, x):
+    h = m.embed(x)
+    q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in m.qkv(m.norm(h)).chunk(3, -1))
+    with sdpa_kernel(SDPBackend.MATH):
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.out(h + a.transpose(1, 2).flatten(2))
 
 
 def mlp():
@@ -38,36 +37,21 @@ def mlp():
 
 
 def cnn():
-    layers = (
-        nn.Conv2d(2, 4, 3, padding=1, bias=False),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.BatchNorm2d(4),
-        nn.MaxPool2d(2),
-    )
+    layers = [nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.GroupNorm(2, 4), nn.ReLU()]
+    layers += [nn.BatchNorm2d(4), nn.MaxPool2d(2)]
     last = nn.ConvTranspose2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(4 * 25, 3)
     return nn.Sequential(*layers, *last), torch.randn(6, 2, 8, 8), torch.randint(3, (6,))
 
 
 def attention():
-    return Attention(), torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    parts = {"embed": nn.Embedding(11, 8), "norm": nn.LayerNorm(8), "qkv": nn.Linear(8, 24), "out": nn.Linear(8, 11)}
+    return Raw(attend, **parts), torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cells, self.out = kind(5, 6, num_layers=2, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.out(self.cells(x)[0][:, -1])
-
-
-def lstm():
-    return Recurrent(nn.LSTM), torch.randn(4, 7, 5), torch.randint(3, (4,))
-
-
-def gru():
-    return Recurrent(nn.GRU), torch.randn(4, 7, 5), torch.randint(3, (4,))
+def recurrent(kind):
+    cells = kind(5, 6, num_layers=2, batch_first=True)
+    model = Raw(lambda m, x: m.out(m.cells(x)[0][:, -1]), cells=cells, out=nn.Linear(6, 3))
+    return model, torch.randn(4, 7, 5), torch.randint(3, (4,))
 
 
 def train(case, device, optimizer):

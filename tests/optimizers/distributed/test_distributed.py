@@ -35,28 +35,20 @@ from support.distributed.scenarios import (
     part,
     run,
 )
-from support.training import mlp
+from support.training import mlp, train
 
 
 def apart(rank: int, size: int) -> Tensor:
     """Models that are trained apart from each other: each on its own data, and differently long."""
     alone = [dist.new_group([other]) for other in range(size)][rank]
-    with seeded(0):
-        model = mlp()
-    opt = KFAC(model, distributed=Distributed(alone))
     x, y = part(rank, size)
-    for _ in range(3 + rank):
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
-    with seeded(0):
-        other = mlp()
-    opt = KFAC(other, distributed=Distributed(alone))
-    for _ in range(3 + rank):
-        opt.zero_grad()
-        F.cross_entropy(other(x), y).backward()
-        opt.step()
-    return torch.tensor(torch.equal(flat(model), flat(other)))
+    ends = []
+    for _ in range(2):
+        with seeded(0):
+            model = mlp()
+        train(model, KFAC(model, distributed=Distributed(alone)), F.cross_entropy, x, y, 3 + rank)
+        ends.append(flat(model))
+    return torch.tensor(torch.equal(*ends))
 
 
 def not_averaged(rank: int, size: int) -> str:

@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, Any] = {
 Loss = Callable[[Any, Tensor], Tensor]
 ENTROPY = F.cross_entropy
 PADDED = lambda o, y: F.cross_entropy(o, y.masked_fill(y == 0, -100))
+parts = lambda k: [slice(n, n + N // k) for n in range(0, N, N // k)]
+over = lambda k, loss=ENTROPY: lambda o, y: loss(o, y) / k
 
 
 def measured(
@@ -45,14 +47,6 @@ def measured(
     found = {pytree.keystr(k): v for k, v in pytree.tree_flatten_with_path(opt.store.state_dict())[0]}
     tensors = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return tensors | {"outputs": torch.as_tensor(opt.recorder.outputs.rms)}
-
-
-def parts(k: int) -> list[slice]:
-    return [slice(n, n + N // k) for n in range(0, N, N // k)]
-
-
-def over(k: float, loss: Loss = ENTROPY) -> Loss:
-    return lambda o, y: loss(o, y) / k
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])

@@ -11,7 +11,9 @@ from torch import nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
+from support.habits import flat
+from support.training import train
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
 INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.sampled()], ids=repr)
@@ -21,15 +23,14 @@ with seeded(0):
     X, Y = torch.randn(8, 4, 5), torch.randint(3, (8, 4))
 
 
-class Tokens(nn.Module):
-    def __init__(self, axis: int = 1) -> None:
-        super().__init__()
-        self.axis = axis
-        with seeded(1):
-            self.head = nn.Linear(5, 3)
+def tokens(axis: int = 1) -> nn.Module:
+    with seeded(1):
+        return Raw(lambda m, x: m.head(x).movedim(-1, axis), head=nn.Linear(5, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x).movedim(-1, self.axis)
+
+def entropy(out: torch.Tensor, y: torch.Tensor = Y) -> torch.Tensor:
+    """Of classes on either axis."""
+    return F.cross_entropy(out, y) if out.shape[1] == 3 else F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
 @OPTIMIZERS
@@ -38,30 +39,23 @@ def test_classes_on_the_last_axis_have_the_same_curvature(optimizer: Any, loss: 
     """Steps are those of a model that has its classes on axis 1."""
     ends = []
     for axis in (1, -1):
-        model = Tokens(axis).double()
+        model = tokens(axis).double()
         opt = optimizer(model, loss=loss, inject=curvature.exact())
-        for _ in range(6):
-            opt.zero_grad()
-            out = model(X.double())
-            F.cross_entropy(out if axis == 1 else out.flatten(0, 1), Y if axis == 1 else Y.flatten()).backward()
-            opt.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        train(model, opt, entropy, X.double(), Y, 6)
+        ends.append(flat(model))
     torch.testing.assert_close(*ends)
 
 
 def test_the_axis_of_classes_is_part_of_a_checkpoint() -> None:
-    models, ends = [Tokens(-1).double() for _ in range(2)], []
+    models = [tokens(-1).double() for _ in range(2)]
     opts = [KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled()) for model in models]
     for k in range(8):
         if k == 4:
             models[1].load_state_dict(models[0].state_dict())
             opts[1].load_state_dict(opts[0].state_dict())
         for model, opt in list(zip(models, opts, strict=True))[: 1 if k < 4 else 2]:
-            opt.zero_grad()
-            F.cross_entropy(model(X.double()).flatten(0, 1), Y.flatten()).backward()
-            opt.step()
-    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
-    assert torch.equal(*ends)
+            train(model, opt, entropy, X.double(), Y, 1)
+    assert torch.equal(*map(flat, models))
 
 
 @OPTIMIZERS
@@ -73,7 +67,7 @@ def test_classes_on_axis_1_and_other_losses_train(optimizer: Any, inject: Any, d
         lambda z: F.cross_entropy(z.float(), Y) + 0.1 * z.float().square().mean(),
         lambda z: z.float().square().mean(),
     ):
-        model = Tokens().to(dtype)
+        model = tokens().to(dtype)
         opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
         loss(model(X.to(dtype))).backward()
         before = model.head.weight.detach().clone()
@@ -84,7 +78,7 @@ def test_classes_on_axis_1_and_other_losses_train(optimizer: Any, inject: Any, d
 @pytest.mark.parametrize("axis", [1, -1])
 def test_both_axes_take_one_seed(axis: int) -> None:
     """Processes of which one knows the axis before another go on to draw the same vectors."""
-    model = Tokens(axis)
+    model = tokens(axis)
     opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled(), seed=5)
     model(X)
     expected = torch.Generator().manual_seed(5)

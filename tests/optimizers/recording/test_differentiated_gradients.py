@@ -7,21 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from curvature import empirical
 from optimizers import KFAC
+from support.cases.case import Raw
+from support.habits import flat
 
 
-class Last(nn.Module):
+def last(kind: Any) -> nn.Module:
     """A recurrent layer, of whose last output there are logits."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.layer, self.head = kind(3, 4, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
+    layer, head = kind(3, 4, batch_first=True), nn.Linear(4, 3)
+    return Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=head).double()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -31,12 +28,12 @@ def test_create_graph(kind: Any) -> None:
     ends = []
     for create_graph in (False, True):
         torch.manual_seed(0)
-        model, x, y = Last(kind).double(), torch.randn(6, 5, 3, dtype=torch.float64), torch.tensor([0, 1, 2] * 2)
+        model, x, y = last(kind), torch.randn(6, 5, 3, dtype=torch.float64), torch.tensor([0, 1, 2] * 2)
         opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=empirical())
         for _ in range(4):
             opt.zero_grad()
             F.cross_entropy(model(x), y).backward(create_graph=create_graph)
             opt.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        ends.append(flat(model))
         opt.zero_grad()  # gradients with a graph refer to themselves
     torch.testing.assert_close(*ends)

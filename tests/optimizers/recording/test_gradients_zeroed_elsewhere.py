@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.habits import X, Y, assert_close, net
+from support.training import train
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
 INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.empirical()], ids=repr)
@@ -76,10 +77,7 @@ def test_gradients_that_stay_count_together(optimizer: Any, inject: Any) -> None
             opt.step()
         ends.append(model)
     whole = net().double()
-    opt = optimizer(whole, loss=nn.CrossEntropyLoss(reduction="sum"), inject=inject)
-    for _ in range(5):
-        opt.zero_grad()
-        F.cross_entropy(whole(X.double()), Y, reduction="sum").backward()
-        opt.step()
+    adds = nn.CrossEntropyLoss(reduction="sum")
+    train(whole, optimizer(whole, loss=adds, inject=inject), adds, X.double(), Y, 5)
     for model in ends:
         assert_close(model, whole)

@@ -12,7 +12,8 @@ from torch import Tensor, distributions, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
+from support.habits import flat
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
 FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
@@ -33,21 +34,15 @@ with seeded(0):
     X, Y = torch.randn(12, 5).double(), torch.randn(12, 2).double()
 
 
-class Policy(nn.Module):
-    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        with seeded(1):
-            self.body, self.mean, self.scale = nn.Linear(5, 4), nn.Linear(4, 2), nn.Linear(4, 2)
-        self.form = form
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.body(x).tanh()
-        return self.form(self.mean(h), self.scale(h).exp())
+def policy(form: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    with seeded(1):
+        parts = {"body": nn.Linear(5, 4), "mean": nn.Linear(4, 2), "scale": nn.Linear(4, 2)}
+    run = lambda m, x: form(m.mean(h := m.body(x).tanh()), m.scale(h).exp())
+    return Raw(run, **parts).double()
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+def perceptron(end: Callable[[Tensor], Tensor], *layers: nn.Module) -> nn.Module:
+    return Raw(lambda m, x: end(m.body(x)), body=nn.Sequential(nn.Linear(5, 4), nn.Tanh(), *layers)).double()
 
 
 @OPTIMIZERS
@@ -57,7 +52,7 @@ def test_tensors_of_an_object_are_outputs(optimizer: Any, form: str) -> None:
     ends = []
     for name in ("tuple", form):
         make, parts = FORMS[name]
-        model = Policy(make)
+        model = policy(make)
         opt = optimizer(model)
         for _ in range(4):
             opt.zero_grad()
@@ -69,25 +64,13 @@ def test_tensors_of_an_object_are_outputs(optimizer: Any, form: str) -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
-class Sparse(nn.Module):
-    """Not the layer that makes the output as it is: what is sent back there is not copied."""
-
-    def __init__(self, is_sparse: bool) -> None:
-        super().__init__()
-        with seeded(1):
-            self.body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh()).double()
-        self.is_sparse = is_sparse
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.body(x)
-        return z.to_sparse() if self.is_sparse else z
-
-
 @OPTIMIZERS
 def test_sparse_outputs_are_as_dense_ones(optimizer: Any) -> None:
+    """Their last layer is not the one that makes the output as it is: what is sent back there is not copied."""
     ends = []
     for is_sparse in (False, True):
-        model = Sparse(is_sparse)
+        with seeded(1):
+            model = perceptron(lambda z: z.to_sparse() if is_sparse else z, nn.Linear(4, 3), nn.Tanh())  # noqa: B023
         opt = optimizer(model)
         for _ in range(4):
             opt.zero_grad()
@@ -98,17 +81,6 @@ def test_sparse_outputs_are_as_dense_ones(optimizer: Any) -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
-class Single(nn.Module):
-    def __init__(self, squeeze: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        with seeded(1):
-            self.body = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        self.squeeze = squeeze
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.squeeze(self.body(x))
-
-
 @OPTIMIZERS
 @pytest.mark.parametrize("inject", [curvature.isotropic(), curvature.exact(), curvature.empirical()], ids=repr)
 @pytest.mark.parametrize("sizes", [(8, 1), (1,), (1, 1)], ids=str)
@@ -116,7 +88,8 @@ def test_a_squeezed_output_of_one_sample_is_an_output(optimizer: Any, inject: An
     """The last batch of an epoch may have one sample, and `squeeze()` leaves no axis: it was taken for a loss."""
     ends = []
     for squeeze in (lambda z: z[:, 0], lambda z: z.squeeze()):
-        model = Single(squeeze)
+        with seeded(1):
+            model = perceptron(squeeze, nn.Linear(4, 1))
         opt = optimizer(model, loss=nn.MSELoss(), inject=inject)
         for step in range(6):
             opt.zero_grad()

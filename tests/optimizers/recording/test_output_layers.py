@@ -10,19 +10,15 @@ from torch import Tensor, nn
 
 from curvature import propagated
 from optimizers import KFAC
+from support.cases.case import Raw
 from support.running_blocks import rows_of
 
+is_diagonal = lambda side: torch.equal(side, torch.diag_embed(side.diagonal(dim1=1, dim2=2)))
 
-class Model(nn.Module):
+
+def made(head: nn.Module, end: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """A body of 3 outputs, a head of 4, and what the model makes of them."""
-
-    def __init__(self, head: nn.Module, end: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.body, self.head, self.end = nn.Linear(2, 3), head, end
-
-    def forward(self, x: Tensor) -> Tensor:
-        body = self.body(x).tanh()
-        return self.end(self.head(body), body)
+    return Raw(lambda m, x: end(m.head(h := m.body(x).tanh()), h), body=nn.Linear(2, 3), head=head)
 
 
 def row_side(model: nn.Module, **settings: object) -> Tensor:
@@ -34,10 +30,6 @@ def row_side(model: nn.Module, **settings: object) -> Tensor:
     opt.step()
     (found,) = [rows_of(block) for block in opt.store.blocks if block.names[0] == "head.weight"]
     return found
-
-
-def is_diagonal(side: Tensor) -> bool:
-    return torch.equal(side, torch.diag_embed(side.diagonal(dim1=1, dim2=2)))
 
 
 DIRECT = {
@@ -59,7 +51,7 @@ INDIRECT = {
 
 @pytest.mark.parametrize("end", DIRECT.values(), ids=DIRECT)
 def test_the_output_layer_has_a_diagonal(end):
-    side = row_side(Model(nn.Linear(3, 4), end))
+    side = row_side(made(nn.Linear(3, 4), end))
     assert is_diagonal(side)
     means = side.diagonal(dim1=1, dim2=2)  # of 50 squared normal numbers
     torch.testing.assert_close(means, torch.ones(1, 4), rtol=0, atol=0.9)
@@ -67,35 +59,20 @@ def test_the_output_layer_has_a_diagonal(end):
 
 @pytest.mark.parametrize("end", INDIRECT.values(), ids=INDIRECT)
 def test_what_is_not_the_output_itself_has_none(end):
-    assert not is_diagonal(row_side(Model(nn.Linear(3, 4), end)))
+    assert not is_diagonal(row_side(made(nn.Linear(3, 4), end)))
 
 
 def test_vectors_that_know_the_loss_have_none():
-    model, loss = Model(nn.Linear(3, 4), DIRECT["as it is"]), nn.CrossEntropyLoss()
+    model, loss = made(nn.Linear(3, 4), DIRECT["as it is"]), nn.CrossEntropyLoss()
     assert not is_diagonal(row_side(model, inject=propagated(), loss=loss))
 
 
 def test_convolutions():
-    class Pixels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Conv2d(1, 3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x.view(-1, 1, 1, 2).expand(-1, 1, 4, 2))
-
-    assert is_diagonal(row_side(Pixels()))
+    pixels = lambda m, x: m.head(x.view(-1, 1, 1, 2).expand(-1, 1, 4, 2))
+    assert is_diagonal(row_side(Raw(pixels, head=nn.Conv2d(1, 3, 2))))
 
 
 def test_tied_weights_have_none():
-    class Tied(nn.Module):
-        """An autoencoder whose decoder is the transposed encoder."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(2, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x).tanh() @ self.head.weight
-
-    assert not is_diagonal(row_side(Tied()))
+    """An autoencoder whose decoder is the transposed encoder."""
+    tied = lambda m, x: m.head(x).tanh() @ m.head.weight
+    assert not is_diagonal(row_side(Raw(tied, head=nn.Linear(2, 3, bias=False))))

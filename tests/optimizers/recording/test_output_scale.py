@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.habits import flat
 
 
 def batch() -> tuple[nn.Module, Tensor, Tensor]:
@@ -78,7 +79,7 @@ def test_a_backward_pass_whose_gradients_are_zeroed_counts_for_nothing(kind: Any
             step_loss.backward()
             opt.step()
             scales.append(opt.recorder.outputs.rms)
-        return scales, torch.cat([p.detach().flatten() for p in model.parameters()])
+        return scales, flat(model)
 
     (expected, parameters), (found, others) = run(False), run(True)
     assert found == pytest.approx(expected, rel=1e-5)

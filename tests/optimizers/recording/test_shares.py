@@ -34,6 +34,10 @@ OPTIMIZERS = {
 }
 W = torch.tensor([0.2, 1.0, 3.0]).double()
 EACH = torch.tensor([0.1, 2.0, 1.0, 0.5, 0.0, 3.0]).double()
+by_weights = lambda o, y: (W[y] * F.cross_entropy(o, y, reduction="none")).sum() / W[y].sum()
+shifted = lambda o, y: F.cross_entropy(*flat(o[:, :-1], y[:, :-1]), ignore_index=-100)
+smoothed = lambda o, y: F.cross_entropy(*flat(o, y), label_smoothing=0.1)
+simclr = lambda o, y: -(o[: N // 2] * o[N // 2 :]).sum(1).mean()
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +88,6 @@ def over_tokens(o: Tensor, y: Tensor) -> Tensor:
     """As written by hand: the mean over tokens that are no padding."""
     terms = F.cross_entropy(*flat(o, y), reduction="none")
     return (terms * counted(y).flatten()).sum() / counted(y).sum()
-
-
-def by_weights(o: Tensor, y: Tensor) -> Tensor:
-    return (W[y] * F.cross_entropy(o, y, reduction="none")).sum() / W[y].sum()
-
-
-def shifted(o: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(*flat(o[:, :-1], y[:, :-1]), ignore_index=-100)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -200,10 +196,6 @@ def test_scaled_gradients(kind: str):
         torch.testing.assert_close(found, expected)
 
 
-def smoothed(o: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(*flat(o, y), label_smoothing=0.1)
-
-
 # Losses of which a module has to tell what they are.
 NAMED: dict[str, tuple[Callable[[], Any], Loss, nn.Module]] = {
     "label smoothing": (words, smoothed, nn.CrossEntropyLoss(label_smoothing=0.1)),
@@ -231,10 +223,6 @@ def test_shares_that_a_named_loss_tells(kind: str, name: str, logged: pytest.Log
 def contrastive(o: Tensor, y: Tensor) -> Tensor:
     z = F.normalize(o)
     return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(o)))
-
-
-def simclr(o: Tensor, y: Tensor) -> Tensor:
-    return -(o[: N // 2] * o[N // 2 :]).sum(1).mean()
 
 
 # Losses of which nothing tells how much samples count, or in which they meet.
@@ -271,18 +259,10 @@ def test_samples_that_meet_are_logged_whatever_the_named_loss(name: str, logged:
     assert "samples meet in the loss" in logged.text
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.one, self.other = nn.Linear(4, 5), nn.Linear(5, C), nn.Linear(5, C)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.body(x).tanh()
-        return self.one(h), self.other(h)
-
-
 def heads() -> tuple[nn.Module, Tensor, Tensor]:
-    return Heads(), torch.randn(N, 4), torch.randint(C, (N,))
+    parts = {"body": nn.Linear(4, 5), "one": nn.Linear(5, C), "other": nn.Linear(5, C)}
+    model = Raw(lambda m, x: (m.one(h := m.body(x).tanh()), m.other(h)), **parts)
+    return model, torch.randn(N, 4), torch.randint(C, (N,))
 
 
 @pytest.mark.parametrize("weight", [None, W])

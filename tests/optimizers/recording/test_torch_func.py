@@ -28,6 +28,9 @@ ADAPTIVE = {
     "NaturalGradient": lambda model: NaturalGradient(model, adaptive=True),
     "line search": lambda model: NaturalGradient(model, line_search=True),
 }
+copied = lambda model: {name: p.detach().clone() for name, p in model.named_parameters()}
+forward_slopes = lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
+laplacians = lambda model, x: vmap(lambda z: hessian(lambda z: model(z[None])[0, 0])(z).trace())(x) - 1
 
 
 def network(outputs: int = 3) -> nn.Sequential:
@@ -39,10 +42,6 @@ def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     x = torch.rand(12, 2, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (12,), generator=generator)
-
-
-def copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def per_sample(model: nn.Module, x: Tensor) -> Any:
@@ -137,10 +136,6 @@ LOSSES = {
 }
 
 
-def forward_slopes(model: nn.Module, x: Tensor) -> Tensor:
-    return jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"adaptive {name}" for name in ADAPTIVE)])
 def test_losses_that_use_transforms_fall(loss: str, name: str) -> None:
@@ -162,10 +157,6 @@ def test_losses_that_use_transforms_fall(loss: str, name: str) -> None:
             closure()
             opt.step()
     assert float(closure().detach()) < first
-
-
-def laplacians(model: nn.Module, x: Tensor) -> Tensor:
-    return vmap(lambda z: hessian(lambda z: model(z[None])[0, 0])(z).trace())(x) - 1
 
 
 RESIDUALS = {

@@ -47,17 +47,6 @@ def test_curvature_of_directions_is_that_of_the_gauss_newton_matrix(name: str):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
-def test_curvature_of_a_part_of_the_batch():
-    """Half of the samples stand for all: exact where all samples are the same."""
-    model, loss, x, y = task("mlp", n=8)
-    x, y = x[:1].expand(8, -1, -1, -1).contiguous(), y[:1].expand(8)
-    replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), loss, x, y))
-    replay.first()
-    direction = {k: torch.sin(torch.arange(p.numel()).float()).view_as(p) for k, p in model.named_parameters()}
-    whole, half = (replay.curvatures([direction], stride) for stride in (1, 2))
-    torch.testing.assert_close(half, whole, rtol=1e-5, atol=0)
-
-
 def test_every_second_sample_is_taken():
     model, loss, x, y = task("mlp", n=8)
     direction = {k: torch.sin(torch.arange(p.numel()).float()).view_as(p) for k, p in model.named_parameters()}
@@ -150,21 +139,6 @@ def test_no_unit_matters(reduction: str):
         train_by_closure(model, opt, lambda out, y, s=scale: s * F.cross_entropy(out, y, reduction=reduction), x, y, 6)
         ends.append(nn.utils.parameters_to_vector(model.parameters()))
     assert (ends[0] - ends[1]).norm() < 2e-2 * ends[0].norm()
-
-
-def test_a_closure_without_backward():
-    model, loss, x, y = task("mlp")
-    other = copy.deepcopy(model)
-    opt, same = KFAC(model, adaptive=True), KFAC(other, adaptive=True)
-
-    def short() -> Tensor:
-        same.zero_grad()
-        return loss(other(x), y)
-
-    for _ in range(3):
-        opt.step(closure_of(model, opt, loss, x, y))
-        same.step(short)
-    assert_same(copied(model), copied(other))
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer"])

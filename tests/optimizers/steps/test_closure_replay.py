@@ -118,17 +118,11 @@ def test_a_model_that_is_not_repeatable_is_refused():
 
 
 def test_buffers_that_are_replaced_are_put_back():
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small()
-            self.register_buffer("count", torch.zeros(()))
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        m.count = m.count + 1
+        return m.inner(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count = self.count + 1
-            return self.inner(x)
-
-    model, x = Counting(), data(8, 4)
+    model, x = Raw(run, inner=small(), count=torch.zeros(())), data(8, 4)
     opt = KFAC(model, adaptive=True)
     for _ in range(2):
         opt.step(lambda: model(x).square().mean())

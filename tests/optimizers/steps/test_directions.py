@@ -46,10 +46,6 @@ def direction(opt: Any, recall: float = 1.0) -> Direction:
     return opt.rule.direction(context, g, recall)
 
 
-def flat(tensors: Any, names: Any) -> Tensor:
-    return torch.cat([tensors[name].flatten() for name in names])
-
-
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 def test_directions_are_those_of_debiased_means(optimizer: type[KFAC]) -> None:
     """The weights of gradients fall by the momentum of their group, and add up to one."""
@@ -105,21 +101,6 @@ def test_a_direction_that_is_not_kept_changes_nothing(make: Any) -> None:
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[key])), key
     one.keep()
     assert any(not torch.equal(torch.as_tensor(v), torch.as_tensor(before[key])) for key, v in copy().items())
-
-
-def test_natural_gradients_carry_the_last_direction_over() -> None:
-    """SPRING: u = (G + damping)^-1 (g + damping * momentum * last u)."""
-    model, x, y = problem()
-    opt, last, names = NaturalGradient(model, loss=LOSS, damping=DAMPING, momentum=0.8), torch.zeros(31).double(), []
-    for _ in range(3):
-        G = gauss_newton(model, x)
-        backward(model, opt, LOSS, x, y)
-        names = [name for name, _ in model.named_parameters()]
-        g = flat({name: p.grad for name, p in model.named_parameters()}, names)
-        opt.step()
-        last = torch.linalg.solve(G + DAMPING * torch.eye(31).double(), g + DAMPING * 0.8 * last)
-        found = flat({name: opt.state[p]["direction"] for name, p in model.named_parameters()}, names)
-        torch.testing.assert_close(found, last)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.adaptive import CONFIRMED_DECAY, PRIOR_BATCHES
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.training import ORDERS, assert_same, closure_of, copied, data_order, digits, draws, task, train_by_closure
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
@@ -92,32 +92,27 @@ def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float):
     assert found < 2 * plain and found < most, losses
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)])
-        self.enter, self.leave = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.enter(self.norms[0](x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        x = x + self.leave(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+def attend(m: nn.Module, x: Tensor) -> Tensor:
+    q, k, v = m.enter(m.norms[0](x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+    x = x + m.leave(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+    return x + m.down(F.gelu(m.up(m.norms[1](x))))
 
 
-class Writer(nn.Module):
+def block() -> nn.Module:
+    sizes = {"enter": (32, 96), "leave": (32, 32), "up": (32, 128), "down": (128, 32)}
+    norms = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)])
+    return Raw(attend, norms=norms, **{name: nn.Linear(*size) for name, size in sizes.items()})
+
+
+def writer(vocabulary: int) -> nn.Module:
     """The next character of Python's help, from 16."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, 32), nn.Embedding(16, 32)
-        self.blocks, self.norm = nn.Sequential(Block(), Block()), nn.LayerNorm(32)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.places.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.blocks(self.tokens(x) + self.places(torch.arange(16)))
-        return F.linear(self.norm(hidden), self.tokens.weight).movedim(2, 1)
+    hidden = lambda m, x: m.norm(m.blocks(m.tokens(x) + m.places(torch.arange(16))))
+    tables = {"tokens": nn.Embedding(vocabulary, 32), "places": nn.Embedding(16, 32)}
+    blocks, norm = nn.Sequential(block(), block()), nn.LayerNorm(32)
+    for table in tables.values():
+        nn.init.normal_(table.weight, std=0.02)
+    run = lambda m, x: F.linear(hidden(m, x), m.tokens.weight).movedim(2, 1)
+    return Raw(run, blocks=blocks, norm=norm, **tables)
 
 
 @pytest.mark.training_run
@@ -130,7 +125,7 @@ def test_a_transformer_gets_as_far_as_with_plain_steps():
     tokens, ends, longest = torch.tensor([index[character] for character in text]), [], []
     for order, adaptive in itertools.product(ORDERS, (False, True)):
         with seeded(0):
-            model = Writer(len(index))
+            model = writer(len(index))
         opt, generator = KFAC(model, adaptive=adaptive), data_order(order)
         start, losses = copied(model), []
         for _ in range(60):

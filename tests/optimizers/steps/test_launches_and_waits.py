@@ -20,7 +20,7 @@ import curvature
 import optimizers
 from optimizers import EKFAC, KFAC, model_optimizer
 from optimizers.steps.rule import layout_of_step
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.launches import Launches
 
 LAUNCHES = 24  # of an ordinary step, that do not depend on the model
@@ -39,18 +39,14 @@ def perceptron(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*hidden, nn.Linear(12, 3)), torch.randn(8, 7), torch.randint(3, (8,))
 
 
-class Block(nn.Module):
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def block(d: int) -> nn.Module:
+    run = lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x))))
+    return Raw(run, norm=nn.LayerNorm(d), up=nn.Linear(d, 2 * d), down=nn.Linear(2 * d, d))
 
 
 def residual(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
     """Blocks with a norm, whose two parameters have diagonals."""
-    blocks = [Block(6) for _ in range(depth)]
+    blocks = [block(6) for _ in range(depth)]
     return nn.Sequential(nn.Linear(5, 6), *blocks, nn.Linear(6, 3)), torch.randn(8, 5), torch.randint(3, (8,))
 
 
@@ -60,17 +56,10 @@ def convolutional(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
     return (nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *head), torch.randn(8, 1, 6, 6), torch.randint(3, (8,)))
 
 
-class LSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.recurrent, self.out = nn.Embedding(9, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.recurrent(self.embed(x))[0]).transpose(1, 2)
-
-
 def recurrent(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
-    return LSTM(), torch.randint(9, (4, 5)), torch.randint(9, (4, 5))
+    run = lambda m, x: m.out(m.recurrent(m.embed(x))[0]).transpose(1, 2)
+    parts = {"embed": nn.Embedding(9, 6), "recurrent": nn.LSTM(6, 8, batch_first=True), "out": nn.Linear(8, 9)}
+    return Raw(run, **parts), torch.randint(9, (4, 5)), torch.randint(9, (4, 5))
 
 
 Made = Callable[[int], tuple[nn.Module, Tensor, Tensor]]

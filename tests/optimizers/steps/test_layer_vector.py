@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimizers.steps import layer_vector
-from optimizers.steps.layer_vector import LayerVector, Layout, joined, layout_of, norms, of_states, to_states
+from optimizers.steps.layer_vector import LayerVector, joined, layout_of, norms, of_states, to_states
 
 pytestmark = pytest.mark.fast
 
@@ -18,6 +18,7 @@ SHAPES = {"a.w": (2, 3), "a.b": (2,), "b.w": (2, 3), "b.b": (2,), "c.w": (3, 2),
 LAYERS = [("a.w", "a.b"), ("s",), ("b.w", "b.b"), ("c.w", "c.b"), ("none",)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 CPU = torch.device("cpu")
+made = lambda **kinds: layout_of(LAYERS, named(), lambda name: kinds.get(name.replace(".", "_")))
 
 
 def named(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -29,10 +30,6 @@ def mixed_precisions(seed: int = 0) -> dict[str, Tensor]:
     """A layer in each of three precisions; the weight and the bias of one differ."""
     dtypes = {"b.w": torch.bfloat16, "b.b": torch.bfloat16, "c.w": torch.float64}
     return {name: x.to(dtypes.get(name, x.dtype)) for name, x in named(seed).items()}
-
-
-def made(**kinds: Any) -> Layout:
-    return layout_of(LAYERS, named(), lambda name: kinds.get(name.replace(".", "_")))
 
 
 def vector(tensors: dict[str, Tensor], **kinds: Any) -> LayerVector:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,15 +80,8 @@ def network() -> nn.Sequential:
 
 with seeded(0):
     X, Y = torch.randn(8, 3), torch.randint(2, (8,))
-
-
-def loss_of(model: nn.Module) -> Callable[[], Tensor]:
-    closure = closure_of(model, model, nn.functional.cross_entropy, X, Y)
-    return closure
-
-
-def residuals_of(model: nn.Module) -> Callable[[], Tensor]:
-    return lambda: (model(X)[:, 0] - Y) / 4
+loss_of = lambda model: closure_of(model, model, nn.functional.cross_entropy, X, Y)
+residuals_of = lambda model: lambda: (model(X)[:, 0] - Y) / 4
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)

@@ -34,6 +34,7 @@ from optimizers.steps.trust_region import (
     undone,
     within_trust,
 )
+from support.cases.case import Raw
 from support.training import backward, task
 
 pytestmark = pytest.mark.fast
@@ -558,21 +559,14 @@ def test_many_places_that_pull_together_are_found_out() -> None:
     torch.manual_seed(0)
     inner = nn.Linear(5, 4, bias=False).double()
 
-    class Repeated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x[:, None].expand(-1, 16, -1)).sum(1)
-
+    repeated = lambda: Raw(lambda m, x: m.inner(x[:, None].expand(-1, 16, -1)).sum(1), inner=inner)
     x, y = torch.randn(4096, 5).double(), torch.randn(4096, 4).double()
-    opt = KFAC(model := Repeated())
+    opt = KFAC(model := repeated())
     for _ in range(3):
         backward(model, opt, nn.MSELoss(), x, y)
         opt.step()
     # not 16 exactly: the factor of the inputs comes from some of the samples
     assert 10 < ratios(opt)[0] < 26
-    other = KFAC(Repeated())
+    other = KFAC(repeated())
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert ratios(other) == ratios(opt)
