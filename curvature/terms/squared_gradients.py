@@ -1,15 +1,12 @@
-"""Diagonals: elementwise products of per-sample gradients, summed over samples and vectors.
+"""Diagonals: ``sum_n weights[n] sum_k u_kn * w_kn`` of per-sample gradients u and w of k vectors.
 
-``sum_n weights[n] sum_k u_kn * w_kn`` with u and w given as terms. The sum over places is inside each factor:
-``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
-
-Indices: k vector, n sample, t and s place, g group, i input, o output.
+The sum over places is inside each factor: ``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,7 +16,7 @@ from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import StackedTerms, Term, TermsByVector, merge_places, unfold
+from curvature.terms.term import StackedTerms, Term, TermsByVector, chunks, merge_places, sum_in_place, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 
@@ -35,8 +32,9 @@ def sum_of_products(
         patches: a list that one call fills with the activations that it has unfolded, for the next one with other
             vectors sent back through the same pass.
     """
+    patches = [] if patches is None else patches
     if isinstance(left, StackedTerms) and (right is left or isinstance(right, StackedTerms)):
-        found = _from_stacks(left, right, weights, [] if patches is None else patches)
+        found = _from_stacks(left, right, weights, patches)
         if found is not None:
             return found
     lefts = [merge_places(terms) for terms in left]
@@ -52,7 +50,9 @@ def sum_of_products(
     if alone and isinstance(first, DenseGradients):
         both = _products(*([cast("DenseGradients", term).values for (term,) in terms] for terms in (lefts, rights)))
         return torch.tensordot(weights.to(both.dtype), both, 1)
-    return _from_gradients(lefts, rights, weights, alone, [] if patches is None else patches)
+    if alone and isinstance(first, Convolution):
+        return _from_convolutions(lefts, rights, weights, patches)
+    return _from_gradients(lefts, rights, weights)
 
 
 def sum_of_squares(terms: Sequence[Term]) -> Tensor:
@@ -136,15 +136,10 @@ def _numbered(keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(keys).scatter_(0, numbers, ordered), torch.empty_like(keys).scatter_(0, order, numbers)
 
 
-def _from_gradients(
-    left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool, patches: list[Tensor]
-) -> Tensor:
+def _from_gradients(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Build the gradients of a few samples at a time: on a CPU of as many as its cache holds, for all vectors."""
-    first = left[0][0]
-    if alone and isinstance(first, Convolution):
-        return _from_convolutions(left, right, weights, patches)
-    total = None
-    for part in parts(weights, math.prod(first.shape)):
+
+    def of_samples(part: slice) -> Tensor:
         products = None
         for us, ws in zip(left, right, strict=True):
             x = gradients([term.samples(part) for term in us])
@@ -154,19 +149,16 @@ def _from_gradients(
             else:
                 products = x.mul_(y) if isinstance(us[0], contractions.FRESH) else x * y
         assert products is not None
-        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
-        total = found if total is None else total.add_(found)
-        del products, x, y  # before the next are made
-    assert total is not None
-    return total
+        return torch.tensordot(weights[part].to(products.dtype), products, 1)
+
+    return sum_in_place(map(of_samples, parts(weights, math.prod(left[0][0].shape))))
 
 
-def parts(weights: Tensor, each: int) -> Iterator[slice]:
+def parts(weights: Tensor, each: int) -> list[slice]:
     """Samples of which so many entries each are made at a time."""
     is_cpu = weights.device.type == "cpu"
     most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
-    step = max(1, most // max(1, each))
-    return (slice(start, start + step) for start in range(0, len(weights), step))
+    return chunks(len(weights), most, each)
 
 
 def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tensor, patches: list[Tensor]) -> Tensor:
@@ -178,14 +170,14 @@ def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tenso
     if keeps_patches and not patches:
         patches.append(next(first.activations())[1])
     each = len(left) * max(math.prod(first.shape), first.shape[0] * places)
-    total = None
-    for part in parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS):
+
+    def of_samples(part: slice) -> Tensor:
         a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
         x = _times_patches(left, part, a)
         products = x.square_() if right is left else x.mul_(_times_patches(right, part, a))
-        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
-        total = found if total is None else total.add_(found)
-    assert total is not None
+        return torch.tensordot(weights[part].to(products.dtype), products, 1)
+
+    total = sum_in_place(map(of_samples, parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS)))
     return total.sum(2).mT.reshape(first.shape)
 
 
@@ -193,14 +185,11 @@ def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
     k, groups = len(vectors), a.shape[2]
     if isinstance(vectors, StackedTerms):
-        b = cast("Convolution", vectors.term).b.unflatten(0, (k, -1))[:, part]  # (k, n, m, O, *out)
         b = (
-            b.flatten(4)
-            .unflatten(3, (groups, -1))
-            .permute(1, 3, 0, 4, 2, 5)
-            .reshape(b.shape[1], groups, -1, a.shape[1])
-        )
+            vectors.term.b.unflatten(0, (k, -1))[:, part].flatten(4).unflatten(3, (groups, -1))
+        )  # (k, n, m, g, o, pixel)
+        b = b.permute(1, 3, 0, 4, 2, 5).reshape(len(a), groups, -1, a.shape[1])  # (n, g, k * o, t)
     else:
         rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
-        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)  # (n, g, k * o, t)
+        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
     return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (k, -1))

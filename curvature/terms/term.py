@@ -64,15 +64,10 @@ TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one pa
 
 
 class StackedTerms(Sequence[list[Term]]):
-    """The terms of one parameter for several vectors that share a pass: one each, made when it is asked for.
-
-    Args:
-        term: has what all vectors share, of N samples, and the backprops of k N, those of the first vector first.
-        vectors: k.
-        samples: N.
-    """
+    """The terms of one parameter for k vectors that share a pass: one each, made when it is asked for."""
 
     def __init__(self, term: Any, vectors: int, samples: int) -> None:
+        """`term` has what all vectors share, of N samples, and k N backprops, those of the first vector first."""
         self.term, self.vectors, self.samples = term, vectors, samples
 
     def __len__(self) -> int:
@@ -117,9 +112,8 @@ def promote(term: Term, dtype: torch.dtype) -> Term:
         assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
     known = {k: x for k, x in vars(term).items() if isinstance(x, Tensor) and x.is_floating_point()}
-    low = {k: x for k, x in known.items() if torch.promote_types(x.dtype, dtype) != x.dtype}
-    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
-    return replace(term, **raised) if raised else term
+    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in known.items()}
+    return term if all(x is known[k] for k, x in raised.items()) else replace(term, **raised)
 
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:
@@ -153,7 +147,14 @@ def merge_terms(terms: Sequence[Term]) -> list[Term]:
 
 def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
     """The sum, accumulated in the first tensor."""
-    first, *others = tensors
+    others = iter(tensors)
+    total = next(others)
     for other in others:
-        first += other
-    return first
+        total += other
+    return total
+
+
+def chunks(count: int, most: int, each: int = 1) -> list[slice]:
+    """Ranges of samples with no more than `most` entries, of which each sample has so many."""
+    step = max(1, most // max(1, each))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
