@@ -24,7 +24,7 @@ from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_b
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
 from curvature.recording.model_call import call_model
-from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
+from curvature.recording.tape import ParameterNode, Tape, add_result, add_use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
@@ -129,15 +129,11 @@ class RecordingMode(TorchFunctionMode):
             statistics = () if rule is None else rule.statistics(outs[0])
             call = RecordedCall(saved, tuple(outs[0].shape), statistics) if rule is not None else None
             edge = _edge_of(outs[0]) if rule is not None else None
-            use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)
-            self.tape.uses.append(use)
-            for node in used.values():
-                node.readers.append(weakref.ref(use))
+            use = add_use(self.tape, func, slots, rule, call, edge, versions if rule else [], follows_graph)
             if self._are_data(tensors) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
                 self.mark_as_data(out)
             else:
-                use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
-                nodes.update({id(node.tensor): node for node in use.results})
+                nodes.update({id(x): add_result(use, x) for x in outs})
             return out
 
     def _run_recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -76,12 +76,12 @@ class Use:
     """
 
     index: int
-    function: Callable[..., Any]
-    rule: Rule | None
-    call: RecordedCall | None
+    function: Any
     slots: dict[str, ParameterNode]
-    edge: GradientEdge | None
-    versions: list[tuple[Tensor, int]]
+    rule: Rule | None = None
+    call: RecordedCall | None = None
+    edge: GradientEdge | None = None
+    versions: Sequence[tuple[Tensor, int]] = ()
     follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
     names: frozenset[str] = field(init=False)
@@ -233,6 +233,22 @@ class Tape:
         lead = vectors[0].shape[:1] if batched else ()
         shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
         return [*shaped, *queue]
+
+
+def add_use(tape: Tape, function: Any, slots: Mapping[str, ParameterNode], *known: Any) -> Use:
+    """Enter a read on the tape; `known` are the other attributes of the `Use`."""
+    use = Use(len(tape.uses), function, dict(slots), *known)
+    tape.uses.append(use)
+    for node in {id(node): node for node in slots.values()}.values():
+        node.readers.append(weakref.ref(use))
+    return use
+
+
+def add_result(use: Use, tensor: Tensor, edge: GradientEdge | None = None) -> ParameterNode:
+    """Note an output that depends on parameters alone."""
+    node = ParameterNode(tensor, use.names, weakref.ref(use), edge)
+    use.results.append(node)
+    return node
 
 
 def stream_backprops(

@@ -78,7 +78,7 @@ class Convolution:
         (x, padding), zeros = self._padded(), [0] * len(self.stride)
         weight, x = weight.to(x.dtype), x.flatten(0, 1)
         found = torch.convolution(x, weight, None, self.stride, padding, self.dilation, False, zeros, self.groups)
-        return found[(..., *(slice(size) for size in self.b.shape[3:]))]  # the stride may leave some of the input
+        return _cropped(found, self.b.shape[3:])  # the stride may leave some of the input
 
     def place_products(self, vector: Tensor) -> Tensor:
         return self.unfold().place_products(vector)
@@ -124,8 +124,7 @@ class Convolution:
         (x, padding), zeros = self._padded(), [0] * len(self.stride)
         x, kernels = x.flatten(0, 2)[None], self.b.flatten(0, 2)[:, None]
         found = torch.convolution(x, kernels, None, self.dilation, padding, self.stride, False, zeros, len(kernels))
-        found = found[(..., *(slice(size) for size in self.shape[2:]))]  # as in `_outputs`
-        return found.reshape(n, copies, *self.shape).sum(1)
+        return _cropped(found, self.shape[2:]).reshape(n, copies, *self.shape).sum(1)  # as in `_outputs`
 
     def _convolved(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
@@ -300,6 +299,11 @@ def _patches(
     return x.as_strided(
         (*x.shape[:3], *kernel, *out), (*x.stride()[:3], *map(mul, steps, dilation), *map(mul, steps, stride))
     )
+
+
+def _cropped(x: Tensor, size: Sequence[int]) -> Tensor:
+    inside: list[Any] = [slice(pixels) for pixels in size]
+    return x[(..., *inside)]
 
 
 def _has_onednn(x: Tensor) -> bool:
