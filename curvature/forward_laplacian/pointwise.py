@@ -96,6 +96,8 @@ def pointwise(call: Call) -> Any:
     value = call.of(leaves)
     both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in call.jets), strict=True))
     first = _sum([slope * h for slope, h in both if slope is not None])
+    if first is None:
+        return value.detach()
     seconds = [
         slope * jet.second
         for (slope, _), jet in zip(both, call.jets, strict=True)
@@ -104,19 +106,14 @@ def pointwise(call: Call) -> Any:
     for slope, h in both:
         curved = zip(_derivatives(slope, leaves), both, strict=True)
         seconds += [entry * call.form.of(h, other) for entry, (_, other) in curved if entry is not None]
-    if first is None:
-        return value.detach()
-    parts = (value, first, _sum(seconds))
-    given = [x.value if isinstance(x, Jet) else x for x in tensors]
-    return Jet(*parts) if any(x.requires_grad for x in given) else Jet(*(_detached(x) for x in parts))
+    second = _sum(seconds)
+    if any(_value(x).requires_grad for x in tensors):
+        return Jet(value, first, second)
+    return Jet(value.detach(), first.detach(), None if second is None else second.detach())
 
 
 def _leaf(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().requires_grad_()
-
-
-def _detached(x: Tensor | None) -> Any:
-    return None if x is None else x.detach()
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor | None:
@@ -135,11 +132,11 @@ def _value(x: Any) -> Any:
 
 def _broadcast_jet(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
     """A jet whose derivatives are expanded to the shape and dtype of the value."""
-    shape = (len(first), *value.shape)
-    if first.shape != shape or first.dtype != value.dtype:
-        first = first.to(value.dtype).expand(shape)
-    if second is not None and (second.shape != value.shape or second.dtype != value.dtype):
-        second = second.to(value.dtype).expand(value.shape)
+    shape, dtype = value.shape, value.dtype
+    if first.shape[1:] != shape or first.dtype != dtype:
+        first = first.to(dtype).expand(-1, *shape)
+    if second is not None and (second.shape != shape or second.dtype != dtype):
+        second = second.to(dtype).expand(shape)
     return Jet(value, first, second)
 
 
@@ -192,8 +189,7 @@ def quotient(form: QuadraticForm, a: Any, b: Any) -> Jet:
     if not isinstance(b, Jet):
         value = a.value / b
         return _broadcast_jet(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
-    inverse = compose(form, b, _reciprocal)
-    return product(form, a, inverse)
+    return product(form, a, compose(form, b, _reciprocal))
 
 
 Binary = Callable[[QuadraticForm, Any, Any, float], Jet]  # of the two arguments, and of `alpha`

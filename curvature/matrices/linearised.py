@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vmap
 
-from curvature.functional import TwiceDifferentiable
+from curvature.functional import TwiceDifferentiable, graph_nodes
 from curvature.gradients import Batch, RefuseNewData, batched_vjp, complete_changes
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, Tape, Use, graph_functions
+from curvature.recording import ModelState, Tape, Use
 
 log = logging.getLogger("curvature")
 ROUNDINGS = 100  # relative difference from two backward passes, in units of rounding
@@ -108,7 +108,7 @@ class Ways:
 
     def find(self, batch: Batch, tape: Tape, output: Tensor) -> Way | None:
         """The map from directions to changes of the output of a recorded pass; None where torch loses a part of it."""
-        functions, explained = graph_functions(output), _explained(tape)
+        functions, explained = tuple(map(type, graph_nodes(output.grad_fn))), _explained(tape)
         graph = partial(Linearised, tape, output)
         ways: list[partial[Any]] = [partial(graph, through) for through in dict.fromkeys((explained, frozenset()))]
         if any(slow in function.__name__ for function in functions for slow in SLOW_TWICE):

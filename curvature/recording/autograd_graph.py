@@ -117,11 +117,6 @@ def require_exact_derivatives(result: GradientEdge) -> None:
             )
 
 
-def graph_functions(result: Tensor) -> tuple[type, ...]:
-    """The functions of the graph of a result, each after its inputs."""
-    return tuple(map(type, graph_nodes(result.grad_fn)))
-
-
 def graph_dtypes(results: Iterable[Tensor]) -> set[torch.dtype]:
     """The precisions of what the functions in the graphs of results have computed."""
     return {x.dtype for x in _computed(results) if x.dtype.is_floating_point}

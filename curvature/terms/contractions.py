@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,19 +186,18 @@ def _inner_products(term: Term, vector: Tensor) -> Tensor:
     return torch.cat([term.samples(part).inner_products(vector) for part in parts])
 
 
-def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
+def stack_terms(parts: Sequence[Sequence[Any]]) -> list[Term] | None:
     """Concatenate the samples of all parts; None if their terms differ in form."""
     found: list[Term] = []
     if len({len(terms) for terms in parts}) > 1:
         return None
     for column in zip(*parts, strict=True):
-        outers = [term for term in column if isinstance(term, OuterProduct)]
-        denses = [term for term in column if isinstance(term, DenseGradients)]
-        if len(outers) == len(column) and len({(term.form, term.b.shape[1:]) for term in outers}) == 1:
-            a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
-            found.append(replace(outers[0], a=a, b=b))
-        elif len(denses) == len(column):
-            found.append(DenseGradients(torch.cat([term.values for term in denses])))
+        kinds = set(map(type, column))
+        if kinds == {OuterProduct} and len({(term.form, term.b.shape[1:]) for term in column}) == 1:
+            a, b = torch.cat([term.a for term in column]), torch.cat([term.b for term in column])
+            found.append(replace(column[0], a=a, b=b))
+        elif kinds == {DenseGradients}:
+            found.append(DenseGradients(torch.cat([term.values for term in column])))
         else:
             return None
     return found

@@ -6,8 +6,8 @@ The sum over places is inside each factor: ``(sum_t b a)^2``, not ``sum_t b^2 a^
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ def sum_of_products(
     if alone and isinstance(first, IndexedRows):
         return _from_indexed_rows(lefts, rights, weights)
     if alone and isinstance(first, DenseGradients):
-        both = _products(*([cast("DenseGradients", term).values for (term,) in terms] for terms in (lefts, rights)))
+        values: Any = ([term.values for (term,) in terms] for terms in (lefts, rights))  # type: ignore[union-attr]
+        both = _products(zip(*values, strict=True))
         return torch.tensordot(weights.to(both.dtype), both, 1)
     if alone and isinstance(first, Convolution):
         return _from_convolutions(lefts, rights, weights, patches)
@@ -67,10 +68,10 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
         u, w = u.direct, w.direct
     if isinstance(u, DenseGradients) and isinstance(w, DenseGradients):
-        both = _products(u.values.chunk(vectors), w.values.chunk(vectors))
+        both = _products(zip(u.values.chunk(vectors), w.values.chunk(vectors), strict=True))
         return torch.tensordot(weights.to(both.dtype), both, 1)
     if isinstance(u, OuterProduct) and isinstance(w, OuterProduct) and u.places == 1:
-        both = _products(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors))
+        both = _products(zip(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors), strict=True))
         both *= weights.to(both.dtype)[:, None, None]
         blocks = both.permute(1, 2, 0) @ u.a[:, 0].square().transpose(0, 1)
         return u.assemble(blocks[None])[0]
@@ -79,9 +80,8 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     return None
 
 
-def _products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+def _products(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     """``sum_k u_k w_k``, in memory of its own."""
-    pairs = zip(left, right, strict=True)
     total = torch.mul(*next(pairs))
     for pair in pairs:  # all products at once would be as large as the backprops
         total.addcmul_(*pair)
@@ -97,7 +97,7 @@ def _are_few_places(term: OuterProduct | Convolution, samples: int, vectors: int
 def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
-    both = _products([u.b[:, :, None] for u in left], [w.b[:, None] for w in right])
+    both = _products((u.b[:, :, None], w.b[:, None]) for u, w in zip(left, right, strict=True))
     both *= weights.to(both.dtype)[:, None, None, None, None]
     a = first.a
     inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)
@@ -119,12 +119,7 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
         new = term.values.new_zeros(len(found), term.values.shape[-1], dtype=wide)
         return new.index_add_(0, which, term.values.flatten(0, 1).to(wide))
 
-    products = None
-    for (u,), (w,) in zip(left, right, strict=True):
-        x = sums(u)
-        y = x if w is u else sums(w)
-        products = x * y if products is None else products.addcmul_(x, y)
-    assert products is not None
+    products = _products((x := sums(u), x if w is u else sums(w)) for (u,), (w,) in zip(left, right, strict=True))
     products *= weights.to(products.dtype)[found // rows, None]
     return products.new_zeros(first.shape).index_add_(0, found % rows, products)
 
