@@ -27,13 +27,8 @@ def _tanh(x: Tensor) -> Derivatives:
     return f, slope, lambda L, q: slope * (-2 * (f * q) if L is None else torch.addcmul(L, f, q, value=-2))
 
 
-def _sin(x: Tensor) -> Derivatives:
-    f, slope = torch.sin(x), torch.cos(x)
-    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
-
-
-def _cos(x: Tensor) -> Derivatives:
-    f, slope = torch.cos(x), -torch.sin(x)
+def _wave(f: Tensor, slope: Tensor) -> Derivatives:
+    """Of a function with ``f'' = -f``."""
     return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
 
 
@@ -69,8 +64,9 @@ def _reciprocal(x: Tensor) -> Derivatives:
 FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
     function: derivatives
     for names, derivatives in (
-        ("tanh", _tanh), ("sin", _sin), ("cos", _cos), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu),
-        ("square", _square), ("reciprocal", _reciprocal),
+        ("sin", lambda x: _wave(torch.sin(x), torch.cos(x))), ("cos", lambda x: _wave(torch.cos(x), -torch.sin(x))),
+        ("tanh", _tanh), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu), ("square", _square),
+        ("reciprocal", _reciprocal),
     )
     for function in function_kinds.functions_named(names)
 }  # fmt: skip

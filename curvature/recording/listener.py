@@ -43,14 +43,9 @@ class Listener:
 
     A recorded pass runs uncompiled. A wrapper that ``torch.compile`` returned sees to that when it is called. The hooks
     of any other root are compiled with it and then do nothing, so `expect` has to announce recorded passes. A copy or a
-    pickle of the module gets inert hooks.
-
-    Args:
-        model: the root module.
-        start: called before every forward pass; returns the tape to record on, or None.
-        done: called with the tape and the output after a recorded pass, not after an exception.
-        inside: whether to listen to the submodules with parameters as well, until the root itself is called: a
-            LightningModule calls these.
+    pickle of the module gets inert hooks. `start` is called before every forward pass and returns the tape to record
+    on, or None; `done` with the tape and the output after a recorded pass, not after an exception. A LightningModule
+    calls submodules: those with parameters are listened to `inside`, until the root itself is called.
     """
 
     def __init__(

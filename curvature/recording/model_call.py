@@ -44,16 +44,7 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, in the order of ``named_parameters()``.
-
-    Args:
-        chosen: names of parameters, or of modules for all that are below them; None: all. A shared parameter has any of
-            its names. Of a module, parameters that do not require a gradient are left out.
-
-    Raises:
-        TypeError: `model` is no module, or `chosen` a string.
-        ValueError: no parameter requires a gradient, or none of a name that was chosen.
-    """
+    """The parameters that require a gradient; with `chosen` those of these names, or in the modules of these names."""
     model = unwrap_compiled(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}{ORDER}")
@@ -171,17 +162,13 @@ class RandomState:
         for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
 
-    def seed(self, seed: int) -> None:
-        """Begin anew everywhere, until `restore`."""
-        self.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
-
 
 @contextmanager
 def fresh_random_numbers(model: nn.Module) -> Iterator[None]:
     """Run with random numbers of their own, from a seed that torch's generator of the CPU draws; it alone moves on."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     state = RandomState(model.modules())
-    state.seed(seed)
+    state.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *state.devices)])
     try:
         yield
     finally:

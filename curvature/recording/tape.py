@@ -34,16 +34,11 @@ ENDS = {0.0, 1.0}  # numbers at which a term vanishes; others may be new in ever
 class ParameterNode:
     """A parameter, or a tensor computed from parameters alone.
 
-    It knows uses by weak references, for they know it. They live as long as their tape: when that goes, so do the
-    activations, at once and not when Python's collector finds a cycle.
-
-    Attributes:
-        tensor: itself; where only its `edge` in the graph is known, a tensor of its shape.
-        names: of the parameters that it depends on.
+    It knows uses by weak references, for they know it: activations go with the tape, without Python's collector.
     """
 
-    tensor: Tensor
-    names: frozenset[str]
+    tensor: Tensor  # itself; where only its `edge` in the graph is known, a tensor of its shape
+    names: frozenset[str]  # of the parameters that it depends on
     computed_by: weakref.ref[Use] | None = None
     edge: GradientEdge | None = None
     readers: list[weakref.ref[Use]] = field(default_factory=list)
@@ -239,13 +234,10 @@ def add_result(use: Use, tensor: Tensor, edge: GradientEdge | None = None) -> Pa
 def stream_backprops(
     tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], take: Take, most_bytes: int
 ) -> None:
-    """Send vectors back; hand the backprops on in portions of some `most_bytes`.
+    """Send a vector back from each output; hand the backprops on in portions of some `most_bytes`.
 
-    Args:
-        vectors: one for each output.
-        take: is called with the backprops of some uses, None at all others, and the names of their parameters: every
-            parameter comes once, with all of its uses. The last portion has the parameters whose uses got none. Calls
-            come from autograd's threads, one at a time.
+    `take` gets the backprops of some uses, None at all others, and the names of their parameters: each comes once, with
+    all of its uses, last those whose uses got none. Calls come from autograd's threads, one at a time.
     """
     edges = [(use, use.edge) for use in tape.uses if use.edge is not None]
     if sum(math.prod(use.shape) for use, _ in edges) * torch.double.itemsize <= most_bytes:

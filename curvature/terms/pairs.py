@@ -77,13 +77,9 @@ def norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
 def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     """Sums (N,) of the inner products of a sample's places, and bounds of the sums of their absolute values."""
     parts = chunks(len(u), CHUNK_ELEMENTS, _form(u)[0] * u.places * v.places)
-    if len(parts) <= 1:
-        return _pair_norms_at_once(u, v)
-    found, added = zip(*(_pair_norms_at_once(u.samples(part), v.samples(part)) for part in parts), strict=True)
-    return torch.cat(found), torch.cat(added)
-
-
-def _pair_norms_at_once(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    if len(parts) > 1:
+        found, added = zip(*(_pair_norms(u.samples(part), v.samples(part)) for part in parts), strict=True)
+        return torch.cat(found), torch.cat(added)
     left, right = (x.flatten(1) for x in (u.grams() if isinstance(u, Convolution) else _grams(u, v)))
     norms = [torch.linalg.vector_norm(x, dim=1) for x in (left, right)]
     return torch.linalg.vecdot(left, right), norms[0] * norms[1]

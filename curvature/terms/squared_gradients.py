@@ -26,11 +26,8 @@ def sum_of_products(
 ) -> Tensor:
     """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape, in memory of its own.
 
-    Args:
-        left, right: the terms of u and w for each vector; the same object if they are equal.
-        weights: (N,).
-        patches: a list that one call fills with the activations that it has unfolded, for the next one with other
-            vectors sent back through the same pass.
+    `left` and `right` are the same object where they are equal. One call fills `patches` with the activations that it
+    has unfolded, for the next one with other vectors sent back through the same pass.
     """
     patches = [] if patches is None else patches
     if isinstance(left, StackedTerms) and (right is left or isinstance(right, StackedTerms)):
