@@ -54,6 +54,8 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
+    if len(terms) == 1:
+        return merge_terms(terms)[0].gradients()
     first, *others = sorted(merge_terms(terms), key=lambda term: not isinstance(term, RowSlice))
     out = first.gradients()
     if others and not isinstance(first, FRESH | RowSlice):
@@ -210,13 +212,14 @@ def direct_forms(terms: Sequence[Term]) -> list[Term]:
 
 def gradient_chunks(terms: Sequence[Term], most: int) -> Iterator[tuple[slice, Tensor]]:
     """The gradients for some samples at a time, and which samples: no more than `most` entries."""
-    for part in chunks(len(terms[0]), most, math.prod(terms[0].shape)) or [slice(0, 0)]:
-        yield part, gradients([term.samples(part) for term in terms])
+    parts = chunks(len(terms[0]), most, math.prod(terms[0].shape)) or [slice(0, 0)]
+    for part in parts:
+        yield part, gradients(terms if len(parts) == 1 else [term.samples(part) for term in terms])
 
 
 def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
     norms = [torch.linalg.vector_norm(_rows(g), dim=1) for _, g in gradient_chunks(terms, CHUNK_ELEMENTS)]
-    return torch.cat(norms).square()
+    return (norms[0] if len(norms) == 1 else torch.cat(norms)).square()
 
 
 def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) -> Tensor:

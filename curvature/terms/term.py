@@ -112,8 +112,9 @@ def promote(term: Term, dtype: torch.dtype) -> Term:
         assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
     known = {k: x for k, x in vars(term).items() if isinstance(x, Tensor) and x.is_floating_point()}
-    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in known.items()}
-    return term if all(x is known[k] for k, x in raised.items()) else replace(term, **raised)
+    low = {k: x for k, x in known.items() if torch.promote_types(x.dtype, dtype) != x.dtype}
+    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **raised) if raised else term
 
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:
