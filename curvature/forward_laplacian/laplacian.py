@@ -58,7 +58,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     form, model = QuadraticForm(_check_weights(model, x, weights)), recording.unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
-    is_new = _is_new(model, module, x)
+    shape = x.shape, x.dtype, tuple(m.training for m in module.modules())
+    is_new = len(x) > 1 and shape not in COMPARED.setdefault(model, set())
     exactly = full_precision() if is_new else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), exactly:
         given = x.clone() if x.is_inference() else x
@@ -69,18 +70,19 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             except MixesSamples:
                 raise
             except Exception as error:  # if the model itself is wrong, the plain pass raises its own error
+                is_at_fault = not isinstance(error, Recorded)  # a recorder sees all passes
                 with preserve_state(module):
                     result = _by_autograd(model, given, form)
-                    if not isinstance(error, Recorded):  # that is not the model's fault, and sees all passes
-                        _require_second_derivatives(model, module, given)
-                if not isinstance(error, Recorded):
+                    if is_at_fault:
+                        _require_second_derivatives(model, given, shape)
+                if is_at_fault:
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
                     recording.warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
             _compare(model, module, given, result[0])
-            _seen(model).add(_key(module, x))
+            COMPARED[model].add(shape)
     return result if record else (result[0].detach(), result[1].detach(), result[2].detach())
 
 
@@ -160,29 +162,16 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
     return gradient
 
 
-def _is_new(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> bool:
-    """Whether this is the first call at a shape, and there are samples to compare."""
-    return len(x) > 1 and _key(module, x) not in _seen(model)
-
-
-def _seen(model: Callable[[Tensor], Any]) -> set[Any]:
-    return COMPARED.setdefault(model, set())
-
-
-def _key(module: nn.Module, x: Tensor) -> Any:
-    return x.shape, x.dtype, tuple(m.training for m in module.modules())
-
-
-def _require_second_derivatives(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> None:
+def _require_second_derivatives(model: Callable[[Tensor], Any], x: Tensor, shape: Any) -> None:
     """Raise RuntimeError where a function of the user's hides a second derivative from torch; once for each shape."""
-    key = "second derivatives", _key(module, x)
-    if key not in _seen(model) and (names := _hide_derivatives(model, x)):
+    key, seen = ("second derivatives", shape), COMPARED.setdefault(model, set())
+    if key not in seen and (names := _hide_derivatives(model, x)):
         raise RuntimeError(
             f"laplacian: torch loses a part of the second derivatives of an autograd.Function ({', '.join(names)}): "
             "let its backward call torch functions of the gradient that it gets and of ctx.saved_tensors, without "
             "detach, NumPy, once_differentiable or what forward has put into ctx; or call its formula in place of it"
         )
-    _seen(model).add(key)
+    seen.add(key)
 
 
 @full_precision()

@@ -14,21 +14,14 @@ from torch.func import vmap
 from curvature.forward_laplacian import function_kinds
 from curvature.forward_laplacian.jet import Call, Jet, NoRule, Recorded, jets_in, map_arguments, register
 
-
-@register(function_kinds.METADATA | function_kinds.VALUES)
-def without_derivative(call: Call) -> Any:
-    return call.of_values()
+register(function_kinds.METADATA | function_kinds.VALUES)(Call.of_values)
+register(function_kinds.properties("requires_grad"))(lambda call: True)
 
 
 @register([Tensor._is_view])
 def recorded(call: Call) -> bool:
     """A recorder calls this on every layer's result, and nothing else does."""
     raise Recorded("a model that is being recorded")
-
-
-@register(function_kinds.properties("requires_grad"))
-def requires_grad(call: Call) -> bool:
-    return True
 
 
 def _jets(value: Any, first: Any, second: Any) -> Any:
@@ -60,9 +53,9 @@ def linear(call: Call) -> Any:
 @register(function_kinds.AFFINE)
 def affine(call: Call) -> Any:
     """A convolution: linear, but its derivatives leave the bias out."""
-    made = linear(call)
     args, kwargs = (*call.args[:2], None, *call.args[3:]), {k: x for k, x in call.kwargs.items() if k != "bias"}
-    return _jets(made.value, *_derivatives(replace(call, args=args, kwargs=kwargs)))
+    without_bias = linear(replace(call, args=args, kwargs=kwargs))
+    return Jet(call.of_values(), without_bias.first, without_bias.second)
 
 
 @register(function_kinds.SHAPED)

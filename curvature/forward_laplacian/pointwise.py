@@ -27,13 +27,8 @@ def _tanh(x: Tensor) -> Derivatives:
     return f, slope, lambda L, q: slope * (-2 * (f * q) if L is None else torch.addcmul(L, f, q, value=-2))
 
 
-def _sin(x: Tensor) -> Derivatives:
-    f, slope = torch.sin(x), torch.cos(x)
-    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
-
-
-def _cos(x: Tensor) -> Derivatives:
-    f, slope = torch.cos(x), -torch.sin(x)
+def _wave(f: Tensor, slope: Tensor) -> Derivatives:
+    """Of a function with ``f'' = -f``."""
     return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
 
 
@@ -69,8 +64,9 @@ def _reciprocal(x: Tensor) -> Derivatives:
 FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
     function: derivatives
     for names, derivatives in (
-        ("tanh", _tanh), ("sin", _sin), ("cos", _cos), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu),
-        ("square", _square), ("reciprocal", _reciprocal),
+        ("sin", lambda x: _wave(torch.sin(x), torch.cos(x))), ("cos", lambda x: _wave(torch.cos(x), -torch.sin(x))),
+        ("tanh", _tanh), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu), ("square", _square),
+        ("reciprocal", _reciprocal),
     )
     for function in function_kinds.functions_named(names)
 }  # fmt: skip
@@ -96,6 +92,8 @@ def pointwise(call: Call) -> Any:
     value = call.of(leaves)
     both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in call.jets), strict=True))
     first = _sum([slope * h for slope, h in both if slope is not None])
+    if first is None:
+        return value.detach()
     seconds = [
         slope * jet.second
         for (slope, _), jet in zip(both, call.jets, strict=True)
@@ -104,19 +102,14 @@ def pointwise(call: Call) -> Any:
     for slope, h in both:
         curved = zip(_derivatives(slope, leaves), both, strict=True)
         seconds += [entry * call.form.of(h, other) for entry, (_, other) in curved if entry is not None]
-    if first is None:
-        return value.detach()
-    parts = (value, first, _sum(seconds))
-    given = [x.value if isinstance(x, Jet) else x for x in tensors]
-    return Jet(*parts) if any(x.requires_grad for x in given) else Jet(*(_detached(x) for x in parts))
+    second = _sum(seconds)
+    if any(_value(x).requires_grad for x in tensors):
+        return Jet(value, first, second)
+    return Jet(value.detach(), first.detach(), None if second is None else second.detach())
 
 
 def _leaf(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().requires_grad_()
-
-
-def _detached(x: Tensor | None) -> Any:
-    return None if x is None else x.detach()
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor | None:
@@ -135,11 +128,11 @@ def _value(x: Any) -> Any:
 
 def _broadcast_jet(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
     """A jet whose derivatives are expanded to the shape and dtype of the value."""
-    shape = (len(first), *value.shape)
-    if first.shape != shape or first.dtype != value.dtype:
-        first = first.to(value.dtype).expand(shape)
-    if second is not None and (second.shape != value.shape or second.dtype != value.dtype):
-        second = second.to(value.dtype).expand(value.shape)
+    shape, dtype = value.shape, value.dtype
+    if first.shape[1:] != shape or first.dtype != dtype:
+        first = first.to(dtype).expand(-1, *shape)
+    if second is not None and (second.shape != shape or second.dtype != dtype):
+        second = second.to(dtype).expand(shape)
     return Jet(value, first, second)
 
 
@@ -192,8 +185,7 @@ def quotient(form: QuadraticForm, a: Any, b: Any) -> Jet:
     if not isinstance(b, Jet):
         value = a.value / b
         return _broadcast_jet(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
-    inverse = compose(form, b, _reciprocal)
-    return product(form, a, inverse)
+    return product(form, a, compose(form, b, _reciprocal))
 
 
 Binary = Callable[[QuadraticForm, Any, Any, float], Jet]  # of the two arguments, and of `alpha`

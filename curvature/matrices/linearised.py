@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vmap
 
-from curvature.functional import TwiceDifferentiable
+from curvature.functional import TwiceDifferentiable, graph_nodes
 from curvature.gradients import Batch, RefuseNewData, batched_vjp, complete_changes
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, Tape, Use, graph_functions
+from curvature.recording import ModelState, Tape, Use
 
 log = logging.getLogger("curvature")
 ROUNDINGS = 100  # relative difference from two backward passes, in units of rounding
@@ -93,7 +93,7 @@ Proved = dict[Any, int | None]
 
 def right_way(batch: Batch, tape: Tape, output: Tensor, proved: Proved) -> Way | None:
     """The fastest of the ways to compute ``J v`` for a recorded pass that are right; None where torch loses a part."""
-    functions, explained = graph_functions(output), _explained(tape)
+    functions, explained = tuple(map(type, graph_nodes(output.grad_fn))), _explained(tape)
     graph = partial(Linearised, tape, output)
     ways: list[partial[Any]] = [partial(graph, through) for through in dict.fromkeys((explained, frozenset()))]
     if any(slow in function.__name__ for function in functions for slow in SLOW_TWICE):

@@ -9,7 +9,6 @@ run eagerly while they are recorded, and `preserve_state` leaves buffers and ran
 from curvature.recording.autograd_graph import (
     graph_bytes,
     graph_dtypes,
-    graph_functions,
     graph_leaves,
     graph_signature,
     require_exact_derivatives,
@@ -39,8 +38,8 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, strea
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
-    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_functions",
-    "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
+    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_leaves",
+    "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
     "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
     "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

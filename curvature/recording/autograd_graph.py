@@ -1,14 +1,12 @@
 """Find the reads of parameters in autograd's graph, also where the model was differentiated on the way to the result.
 
-A gradient taken with ``create_graph=True`` reads every weight again, in functions that no forward pass calls: a
-Laplacian over d inputs reads a linear layer 2 + 2d times. Each read is a node of autograd's graph in which the other
-operand is saved, and becomes a `Use` like those of a forward pass.
+A Laplacian over d inputs reads a linear layer 2 + 2d times, most of them in functions that no forward pass calls. Each
+read is a node of the graph in which the other operand is saved, and becomes a `Use` like those of a forward pass.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from curvature.functional import graph_nodes, is_of_the_user
 from curvature.layers import RULES, RecordedCall
-from curvature.recording.tape import ParameterNode, Tape, Use
+from curvature.recording.tape import ParameterNode, Tape, Use, add_result, add_use
 
 Output = tuple[GraphNode, int]  # one of a node's outputs
 
@@ -57,10 +55,7 @@ TRANSPOSES: dict[str, Callable[[Any], bool]] = {
 
 
 def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tape:
-    """A tape of all reads of the parameters in the graph of a result.
-
-    Keep the graph for the tape's backprops.
-    """
+    """A tape of all reads of the parameters in the graph of a result, which the tape's backprops need."""
     tape = Tape(nn.Module(), parameters)
     leaves = {id(node.tensor): node for node in tape.parameters.values()}
     constant: dict[Output, ParameterNode] = {}  # what depends on parameters alone
@@ -81,21 +76,15 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
             if node not in data:
                 zero = next(iter(inputs.values())).tensor.new_zeros(())
                 for k, x in enumerate(node._input_metadata):
-                    computed = ParameterNode(zero.expand(x.shape), use.names, weakref.ref(use), GradientEdge(node, k))
-                    use.results.append(computed)
-                    constant[node, k] = computed
+                    constant[node, k] = add_result(use, zero.expand(x.shape), GradientEdge(node, k))
     whole = constant.get((result.node, result.output_nr))
     if whole is not None and whole.origin is None:  # a parameter itself, which no node reads
-        _add_use(tape, "the result", {"argument0": whole}, None, None)
+        add_use(tape, "the result", {"argument0": whole})
     return tape
 
 
 def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
-    """Identify the graph of a result: two that are equal move samples in the same way.
-
-    None where the data may move samples: an index, a mask, a function of the user's. Whatever Python decides is in the
-    graph: which function comes after which, which of several outputs goes where, axes, and places along them.
-    """
+    """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
     nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
     if any(_may_move(node, leaves) for node in nodes):
         return None
@@ -128,23 +117,19 @@ def require_exact_derivatives(result: GradientEdge) -> None:
             )
 
 
-def graph_functions(result: Tensor) -> tuple[type, ...]:
-    """The functions of the graph of a result, each after its inputs."""
-    return tuple(map(type, graph_nodes(result.grad_fn)))
-
-
 def graph_dtypes(results: Iterable[Tensor]) -> set[torch.dtype]:
     """The precisions of what the functions in the graphs of results have computed."""
-    nodes = graph_nodes(*(result.grad_fn for result in results))
-    kinds = {x.dtype for node in nodes if not hasattr(node, "variable") for x in node._input_metadata}
-    return {kind for kind in kinds if kind.is_floating_point}
+    return {x.dtype for x in _computed(results) if x.dtype.is_floating_point}
 
 
 def graph_bytes(results: Iterable[Tensor]) -> int:
     """What all functions in the graphs of results have computed: more than what the graphs hold."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in _computed(results))
+
+
+def _computed(results: Iterable[Tensor]) -> list[Any]:
     nodes = graph_nodes(*(result.grad_fn for result in results))
-    computed = (x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in computed)
+    return [x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata]
 
 
 def _setting(node: GraphNode, name: str) -> str:
@@ -184,21 +169,11 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> U
         saved = {k: getattr(node, f"_saved_{field}") for k, field in fields.items()}
     except RuntimeError:  # no rule, or a saved tensor was overwritten, which the general path reports
         kind = Tensor.t if _is_transpose(node) else node.name()
-        return _add_use(tape, kind, {f"argument{k}": parameter for k, parameter in inputs.items()}, None, None)
+        return add_use(tape, kind, {f"argument{k}": parameter for k, parameter in inputs.items()})
     slots = {names[k]: parameter for k, parameter in inputs.items()}
     args: dict[str, Any] = {name: parameter.tensor.detach() for name, parameter in slots.items()}
     args |= {k: x.detach() if isinstance(x, Tensor) else x for k, x in saved.items() if x is not None}
     if function in (torch.mul, torch.div, torch.add, torch.sub):
         args = {name: next(iter(args.values())).new_zeros(()) for name in names} | args | {"function": function}
     call = RecordedCall(args, tuple(node._input_metadata[0].shape))
-    return _add_use(tape, function, slots, call, GradientEdge(node, 0))
-
-
-def _add_use(
-    tape: Tape, function: Any, slots: Mapping[str, ParameterNode], call: RecordedCall | None, edge: GradientEdge | None
-) -> Use:
-    use = Use(len(tape.uses), function, RULES.get(function) if call else None, call, dict(slots), edge, [])
-    tape.uses.append(use)
-    for node in {id(node): node for node in slots.values()}.values():
-        node.readers.append(weakref.ref(use))
-    return use
+    return add_use(tape, function, slots, RULES.get(function), call, GradientEdge(node, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature.recording.mode import RecordingMode
-from curvature.recording.model_call import (
-    force_eager,
-    force_eager_nonreentrant,
-    trained_parameters,
-    unwrap_compiled,
-)
+from curvature.recording.model_call import force_eager, force_eager_nonreentrant, trained_parameters, unwrap_compiled
 from curvature.recording.tape import Tape, tensors_in
 
 NO_CONTEXTS = ExitStack()
-COMPILED_FRAME = "compile_wrapper"  # the function in which torch runs what it has compiled
+# the function in which torch runs what it has compiled, also where it is forced to run as it was written
+COMPILED_FRAME = "compile_wrapper"
 
 
 @dataclass
@@ -38,69 +35,7 @@ class Call:
 
 def running_frames() -> list[FrameType]:
     """Those on the stack, the innermost first."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def is_within_compiled() -> bool:
-    """Whether a compiled function is on the stack, also one that is forced to run as it was written."""
-    return any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
-
-
-def _hooks_on(modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> list[Any]:
-    return [
-        handle
-        for module in modules
-        for handle in (
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-        )
-    ]
-
-
-class SubmoduleHooks:
-    """Hooks on submodules with parameters (a LightningModule calls these), until the model itself is called.
-
-    Args:
-        modules: all of the model but itself.
-        enter, leave: the model's own hooks.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        others = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        with_parameters = [m for m in others if next(m.parameters(), None) is not None]
-        self.modules = WeakSet(with_parameters)
-        self.last_called = ""  # since the last step
-        self.problem = ""  # why the calls since then do not show the model's output
-        self.handles = _hooks_on(with_parameters, enter, leave)
-
-    def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        """Note a recorded pass of a submodule.
-
-        If it continues with what another submodule returned, neither output is the model's: a `problem` for whoever
-        needs that output.
-        """
-        if self.last_called and any(x.grad_fn is not None for x in inputs):
-            self.problem = (
-                f"{type(module).__name__}: called with the result of {self.last_called}, both outside a forward pass "
-                "of the model that the optimizer was given, so its output is not known; call them in its forward and "
-                "call that"
-            )
-        self.last_called = type(module).__name__
-
-    def forget(self) -> None:
-        """Begin a new step."""
-        self.last_called = self.problem = ""
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.modules = [], WeakSet()
-        self.forget()
+    return [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
 
 
 class Listener:
@@ -108,13 +43,9 @@ class Listener:
 
     A recorded pass runs uncompiled. A wrapper that ``torch.compile`` returned sees to that when it is called. The hooks
     of any other root are compiled with it and then do nothing, so `expect` has to announce recorded passes. A copy or a
-    pickle of the module gets inert hooks.
-
-    Args:
-        model: the root module.
-        start: called before every forward pass; returns the tape to record on, or None.
-        done: called with the tape and the output after a recorded pass, not after an exception.
-        inside: whether to listen to the submodules as well, until the root itself is called.
+    pickle of the module gets inert hooks. `start` is called before every forward pass and returns the tape to record
+    on, or None; `done` with the tape and the output after a recorded pass, not after an exception. A LightningModule
+    calls submodules: those with parameters are listened to `inside`, until the root itself is called.
     """
 
     def __init__(
@@ -125,8 +56,11 @@ class Listener:
         inside: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
-        submodules = [module for module in model.modules() if module is not model] if inside else []
-        self.submodules = SubmoduleHooks(submodules, self.enter, self.leave)
+        others = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+        with_parameters = [m for m in others if next(m.parameters(), None) is not None] if inside else []
+        self.submodules = WeakSet(with_parameters)
+        self.last_called = ""  # the submodule, since the last step
+        self.problem = ""  # why the calls since then do not show the model's output
         self.start, self.done = start, done
         self.running: list[Call] = []
         self.is_wrapper = unwrap_compiled(model) is not model
@@ -134,7 +68,8 @@ class Listener:
         self.missed = False  # whether a compiled pass went by since `expect`
         # until the expected pass everything runs uncompiled: models call themselves, or compiled functions call them
         self.eager, self.is_eager = ExitStack(), False
-        self.handles = _hooks_on([model], self.enter, self.leave)
+        self.handles = self._hooks_on([model])
+        self.submodule_handles = self._hooks_on(with_parameters)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Listener,)
@@ -143,7 +78,7 @@ class Listener:
         """Announce whether the next forward passes with gradients will be recorded."""
         self.may_be_compiled |= self.missed
         self.missed = False
-        self.submodules.forget()
+        self.last_called = self.problem = ""
         wanted = wanted and self.may_be_compiled and not self.is_wrapper
         if wanted and not self.is_eager:
             self.eager.enter_context(force_eager())
@@ -159,7 +94,7 @@ class Listener:
             return
         if self.running and self.running[-1].frame not in running_frames():
             self.reset()  # an interrupt ended that call
-        is_submodule = module in self.submodules.modules
+        is_submodule = module in self.submodules
         # a root that calls itself records once
         is_nested = bool(self.running) and (is_submodule or any(call.recorder for call in self.running))
         tape = None if is_nested else self.start()
@@ -169,10 +104,10 @@ class Listener:
         recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model())), ExitStack()
         self.running.append(Call(sys._getframe(1), recorder, contexts))
         if is_submodule:
-            self.submodules.begin(module, list(tensors_in(args, kwargs)))
+            self._note_call(type(module).__name__, tensors_in(args, kwargs))
         else:
-            self.submodules.remove()
-        self.may_be_compiled = is_within_compiled()
+            self._leave_submodules()
+        self.may_be_compiled = any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
         contexts.enter_context(force_eager_nonreentrant())
         recorder.mark_as_data((args, kwargs))
         tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
@@ -190,7 +125,28 @@ class Listener:
             self.done(recorder.tape, output)
 
     def _listens_to(self, module: nn.Module) -> bool:
-        return hasattr(self, "model") and (module is self.model() or module in self.submodules.modules)
+        return hasattr(self, "model") and (module is self.model() or module in self.submodules)
+
+    def _note_call(self, name: str, inputs: list[Tensor]) -> None:
+        """If a submodule continues with what another has returned, neither output is the model's."""
+        if self.last_called and any(x.grad_fn is not None for x in inputs):
+            self.problem = (
+                f"{name}: called with the result of {self.last_called}, both outside a forward pass "
+                "of the model that the optimizer was given, so its output is not known; call them in its forward and "
+                "call that"
+            )
+        self.last_called = name
+
+    def _hooks_on(self, modules: Iterable[nn.Module]) -> list[Any]:
+        options: Any = {"prepend": True, "with_kwargs": True}
+        before = [module.register_forward_pre_hook(self.enter, **options) for module in modules]
+        return before + [module.register_forward_hook(self.leave, always_call=True) for module in modules]
+
+    def _leave_submodules(self) -> None:
+        for handle in self.submodule_handles:
+            handle.remove()
+        self.submodule_handles, self.submodules = [], WeakSet()
+        self.last_called = self.problem = ""
 
     def reset(self) -> None:
         """Leave the contexts of a forward pass that was interrupted: torch calls no hook after an interrupt."""
@@ -200,7 +156,7 @@ class Listener:
     def remove(self) -> None:
         self.reset()
         self.expect(False)
-        self.submodules.remove()
+        self._leave_submodules()
         for handle in self.handles:
             handle.remove()
 

@@ -1,8 +1,7 @@
 """Record every read of a parameter in a forward pass: the data that it met, and where its backprop will arrive.
 
-A `TorchFunctionMode` sees the torch functions that receive a parameter. It does not look at modules, so tied weights,
-raw parameters and parameters read outside their module all count, wherever they are read. `record_call` enters the mode
-for one call of the model; for `capture` and the optimizers, hooks on the root module enter and leave it.
+A `TorchFunctionMode` does not look at modules, so tied weights, raw parameters and parameters read outside their module
+all count. `record_call` enters it for one call of the model, for `capture` and the optimizers hooks on the root module.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_b
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
 from curvature.recording.model_call import call_model
-from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
+from curvature.recording.tape import Tape, add_result, add_use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
@@ -103,16 +102,10 @@ class RecordingMode(TorchFunctionMode):
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], run: Any = None) -> Any:
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule, nodes = RULES.get(func), self.nodes
-        used: dict[int, ParameterNode] = {}
-        before, follows_graph = [], False
+        used = {id(x): nodes[id(x)] for x in tensors if id(x) in nodes}
         with _quietly(tensors):
-            for x in tensors:
-                node = nodes.get(id(x))
-                if node is None:
-                    follows_graph = follows_graph or x.requires_grad
-                else:
-                    used[id(x)] = node
-                    before.append((x, x._version))
+            before = [(x, x._version) for x in tensors if id(x) in used]
+            follows_graph = any(x.requires_grad for x in tensors if id(x) not in used)
             bound = rule.bind(func, args, kwargs) if rule is not None else {}
             slots = {k: nodes[id(x)] for k, x in bound.items() if id(x) in nodes}
             saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
@@ -123,21 +116,16 @@ class RecordingMode(TorchFunctionMode):
             outs = [x for x in outs if x.requires_grad]
             if not outs or any(out is x and x._version == version for x, version in before):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
-            is_known = rule is not None and len(outs) == 1 and all(k in rule.parameters for k in slots)
-            if rule is None or not is_known or len(used) > len({*map(id, slots.values())}):
-                rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-            statistics = () if rule is None else rule.statistics(outs[0])
-            call = RecordedCall(saved, tuple(outs[0].shape), statistics) if rule is not None else None
-            edge = _edge_of(outs[0]) if rule is not None else None
-            use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)
-            self.tape.uses.append(use)
-            for node in used.values():
-                node.readers.append(weakref.ref(use))
+            is_whole = len(outs) == 1 and len(used) <= len({*map(id, slots.values())})
+            if rule is not None and is_whole and all(k in rule.parameters for k in slots):
+                call = RecordedCall(saved, tuple(outs[0].shape), rule.statistics(outs[0]))
+                use = add_use(self.tape, func, slots, rule, call, _edge_of(outs[0]), versions, follows_graph)
+            else:
+                use = add_use(self.tape, func, {f"argument{k}": node for k, node in enumerate(used.values())})
             if self._are_data(tensors) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
                 self.mark_as_data(out)
             else:
-                use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
-                nodes.update({id(node.tensor): node for node in use.results})
+                nodes.update({id(x): add_result(use, x) for x in outs})
             return out
 
     def _run_recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:

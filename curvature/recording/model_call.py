@@ -1,8 +1,4 @@
-"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was.
-
-A `TorchFunctionMode` records the forward pass, and compiled code does not enter it. Under
-``torch.compiler.set_stance("force_eager")`` compiled modules and functions run as they were written, and stay compiled.
-"""
+"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was."""
 
 from __future__ import annotations
 
@@ -13,10 +9,11 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from threading import RLock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,16 +44,7 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, in the order of ``named_parameters()``.
-
-    Args:
-        chosen: names of parameters, or of modules for all that are below them; None: all. A shared parameter has any of
-            its names. Of a module, parameters that do not require a gradient are left out.
-
-    Raises:
-        TypeError: `model` is no module, or `chosen` a string.
-        ValueError: no parameter requires a gradient, or none of a name that was chosen.
-    """
+    """The parameters that require a gradient; with `chosen` those of these names, or in the modules of these names."""
     model = unwrap_compiled(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}{ORDER}")
@@ -99,10 +87,7 @@ def is_within(name: str, key: str) -> bool:
 
 
 def logits(output: Any) -> Any:
-    """The tensor that the loss takes: ``output.logits`` where there is one, else the output itself.
-
-    A loss of a distribution needs the distribution, whether or not that has logits.
-    """
+    """The tensor that the loss takes: ``output.logits`` where there is one, but of a distribution the distribution."""
     return output if isinstance(output, Distribution) else getattr(output, "logits", output)
 
 
@@ -137,10 +122,7 @@ def as_arguments(model: Callable[..., Any], x: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A copy of a tree with ``function(x)`` for every tensor x; all other leaves stay.
-
-    Goes into what torch's own trees go into, and into other mappings, dataclasses and objects with ``.logits``.
-    """
+    """A copy of a tree, also of mappings, dataclasses, objects with ``.logits``, with ``function(x)`` for tensors."""
     if isinstance(tree, Tensor):
         return function(tree)
 
@@ -180,20 +162,13 @@ class RandomState:
         for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
 
-    def seed(self, seed: int) -> None:
-        """Begin anew everywhere, until `restore`."""
-        self.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
-
 
 @contextmanager
 def fresh_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Run with random numbers of their own, from a seed that torch's generator of the CPU draws; it alone moves on.
-
-    For passes that restore the random state, and of which no two should share numbers.
-    """
+    """Run with random numbers of their own, from a seed that torch's generator of the CPU draws; it alone moves on."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     state = RandomState(model.modules())
-    state.seed(seed)
+    state.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *state.devices)])
     try:
         yield
     finally:
@@ -208,21 +183,18 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps has one device, and no argument for it
 
 
-@dataclass
 class SavedBuffer:
     """A buffer, a copy of it, and the version of the buffer that was known to have these values."""
 
-    module: nn.Module
-    name: str
-    buffer: Tensor | None
-    value: Tensor | None
-    version: int | None
+    def __init__(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        self.module, self.name, self.buffer = module, name, buffer
+        self.value = None if buffer is None else buffer.clone()
+        self.version = _version(buffer)
 
     @property
     def may_be_unchanged(self) -> bool:
         """Whether it is still there, and torch has noted no change of it: kernels of norms go unseen."""
-        is_there = self.module._buffers.get(self.name) is self.buffer
-        return is_there and (self.buffer is None or _version(self.buffer) == self.version)
+        return self.module._buffers.get(self.name) is self.buffer and _version(self.buffer) == self.version
 
     def restore(self) -> None:
         buffer, value = self.buffer, self.value
@@ -239,8 +211,8 @@ class SavedBuffer:
             self.version = _version(buffer)
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def _version(x: Tensor | None) -> int | None:
+    return None if x is None or x.is_inference() else x._version
 
 
 class ModelState:
@@ -248,11 +220,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        named = [(module, name, b) for module in modules for name, b in module._buffers.items()]
-        self.buffers = [
-            SavedBuffer(module, name, b, None if b is None else b.clone(), None if b is None else _version(b))
-            for module, name, b in named
-        ]
+        self.buffers = [SavedBuffer(m, name, buffer) for m in modules for name, buffer in m._buffers.items()]
         self.random = RandomState(modules)
 
     def is_of_one_pass(self) -> bool:
@@ -268,10 +236,7 @@ class ModelState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A pass from this state, with the same random numbers; what there is now is there again afterwards.
-
-        It has copies of the buffers: the graph of an earlier pass may hold the buffers themselves.
-        """
+        """A pass from this state, on copies of the buffers, which an earlier graph may hold; what is now comes back."""
         now = [(own.module._buffers, own.name, own.module._buffers.get(own.name)) for own in self.buffers]
         numbers = self.random.now()
         try:
@@ -305,6 +270,11 @@ def in_turn() -> Iterator[None]:
 # collector may end one of them while another is active.
 ACTIVE_STANCES: list[Any] = []
 REPLACED_CHECKPOINTS: list[Any] = []  # the first is torch's own
+NON_REENTRANT = SimpleNamespace(
+    apply=lambda function, preserve, *args: checkpoint.checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=preserve
+    )
+)
 
 
 @contextmanager
@@ -331,21 +301,13 @@ def force_eager_nonreentrant() -> Iterator[None]:
     """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
     with force_eager():
         REPLACED_CHECKPOINTS.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
-        setattr(checkpoint, REENTRANT_CHECKPOINT, NonReentrantCheckpoint)
+        setattr(checkpoint, REENTRANT_CHECKPOINT, NON_REENTRANT)
         try:
             yield
         finally:
             function = REPLACED_CHECKPOINTS.pop()
             if not REPLACED_CHECKPOINTS:
                 setattr(checkpoint, REENTRANT_CHECKPOINT, function)
-
-
-class NonReentrantCheckpoint:
-    """Stands in for ``torch.utils.checkpoint.CheckpointFunction``."""
-
-    @staticmethod
-    def apply(function: Any, preserve: bool, *args: Any) -> Any:
-        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
 def _current_stance() -> Any:
@@ -358,13 +320,7 @@ def _current_stance() -> Any:
 @contextmanager
 def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers, attributes that are tensors and
-    random state, come what may.
-
-    Yields the state that they come back to.
-
-    Args:
-        trained: names of the parameters that alone require a gradient inside, so that no graph is kept for the others;
-            None: all that do outside.
+    random state, come what may. Of the parameters only the `trained` ones require a gradient inside (None: as outside).
     """
     with in_turn():
         state = ModelState(model)
@@ -385,8 +341,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
             state.restore()
             for own, before in attributes:
                 # names of frameworks begin with _
-                moved = [k for k, value in own.items() if value is not before.get(k, own) and k[0] != "_"]
-                for name in moved:
+                for name in [k for k, value in own.items() if value is not before.get(k, own) and k[0] != "_"]:
                     if name not in before and _holds_tensors(own[name]):
                         del own[name]
                     elif name in before and _holds_tensors((own[name], before[name])):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from threading import RLock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,11 @@ ENDS = {0.0, 1.0}  # numbers at which a term vanishes; others may be new in ever
 class ParameterNode:
     """A parameter, or a tensor computed from parameters alone.
 
-    It knows uses by weak references, for they know it. They live as long as their tape: when that goes, so do the
-    activations, at once and not when Python's collector finds a cycle.
-
-    Attributes:
-        tensor: itself; where only its `edge` in the graph is known, a tensor of its shape.
-        names: of the parameters that it depends on.
+    It knows uses by weak references, for they know it: activations go with the tape, without Python's collector.
     """
 
-    tensor: Tensor
-    names: frozenset[str]
+    tensor: Tensor  # itself; where only its `edge` in the graph is known, a tensor of its shape
+    names: frozenset[str]  # of the parameters that it depends on
     computed_by: weakref.ref[Use] | None = None
     edge: GradientEdge | None = None
     readers: list[weakref.ref[Use]] = field(default_factory=list)
@@ -76,12 +71,12 @@ class Use:
     """
 
     index: int
-    function: Callable[..., Any]
-    rule: Rule | None
-    call: RecordedCall | None
+    function: Any
     slots: dict[str, ParameterNode]
-    edge: GradientEdge | None
-    versions: list[tuple[Tensor, int]]
+    rule: Rule | None = None
+    call: RecordedCall | None = None
+    edge: GradientEdge | None = None
+    versions: Sequence[tuple[Tensor, int]] = ()
     follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
     names: frozenset[str] = field(init=False)
@@ -107,13 +102,11 @@ class Use:
     @property
     def activation(self) -> Tensor | None:
         """The data that met the parameter: the layer's input as it received it, detached but not copied."""
-        if self.call is None:
+        if self.rule is None or self.call is None:
             return None
-        data = [(k, x) for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots]
-        biases = set(self.rule.bias_of.values()) if self.rule is not None else set()
-        parameters = set(self.rule.parameters) if self.rule is not None else set()
-        data.sort(key=lambda entry: (entry[0] in biases, entry[0] in parameters))
-        return data[0][1] if data else None
+        biases, parameters = self.rule.bias_of.values(), self.rule.parameters
+        data = {k: x for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots}
+        return data[min(data, key=lambda k: (k in biases, k in parameters))] if data else None
 
     @property
     def is_unchanged(self) -> bool:
@@ -128,9 +121,7 @@ class Use:
 
     def bias_slot(self, slot: str) -> str | None:
         """The argument that is one more input of this weight, always one; None without one."""
-        if self.rule is None:
-            return None
-        return self.rule.bias_of.get(slot) if self.call is None else self.rule.bias_slot(self.call, slot)
+        return None if self.rule is None or self.call is None else self.rule.bias_slot(self.call, slot)
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
@@ -218,33 +209,35 @@ class Tape:
             vectors: one for each output; (k, *output.shape) if `batched`.
         """
         edges = [use.edge for use in self.uses if use.edge is not None]
-        found: Iterable[Tensor | None] = ()
-        if edges or also:
-            found = torch.autograd.grad(
-                cast("Sequence[Tensor]", outputs),
-                cast("Sequence[Tensor]", [*edges, *also]),
-                vectors,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-        queue = iter(found)
-        rows = [None if use.edge is None else next(queue) for use in self.uses]
+        found = iter(_gradients(outputs, [*edges, *also], vectors, batched))
+        rows = [(use, None if use.edge is None else next(found)) for use in self.uses]
         lead = vectors[0].shape[:1] if batched else ()
-        shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
-        return [*shaped, *queue]
+        return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *found]
+
+
+def add_use(tape: Tape, function: Any, slots: Mapping[str, ParameterNode], *known: Any) -> Use:
+    """Enter a read on the tape; `known` are the other attributes of the `Use`."""
+    use = Use(len(tape.uses), function, dict(slots), *known)
+    tape.uses.append(use)
+    for node in {id(node): node for node in slots.values()}.values():
+        node.readers.append(weakref.ref(use))
+    return use
+
+
+def add_result(use: Use, tensor: Tensor, edge: GradientEdge | None = None) -> ParameterNode:
+    """Note an output that depends on parameters alone."""
+    node = ParameterNode(tensor, use.names, weakref.ref(use), edge)
+    use.results.append(node)
+    return node
 
 
 def stream_backprops(
     tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], take: Take, most_bytes: int
 ) -> None:
-    """Send vectors back; hand the backprops on in portions of some `most_bytes`.
+    """Send a vector back from each output; hand the backprops on in portions of some `most_bytes`.
 
-    Args:
-        vectors: one for each output.
-        take: is called with the backprops of some uses, None at all others, and the names of their parameters: every
-            parameter comes once, with all of its uses. The last portion has the parameters whose uses got none. Calls
-            come from autograd's threads, one at a time.
+    `take` gets the backprops of some uses, None at all others, and the names of their parameters: each comes once, with
+    all of its uses, last those whose uses got none. Calls come from autograd's threads, one at a time.
     """
     edges = [(use, use.edge) for use in tape.uses if use.edge is not None]
     if sum(math.prod(use.shape) for use, _ in edges) * torch.double.itemsize <= most_bytes:
@@ -255,18 +248,18 @@ def stream_backprops(
     passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends else []
     handles = [edge.node.register_prehook(partial(stream.arrive, use, edge.output_nr)) for use, edge in passed]
     try:
-        stream.keep_all(ends, _gradients(outputs, vectors, ends))
+        stream.keep_all(ends, _gradients(outputs, [use.edge for use in ends], vectors))
     finally:
         for handle in handles:
             handle.remove()
     missed = [use for use, _ in edges if use not in stream.seen]  # nothing that the pass went to lies before them
-    stream.keep_all(missed, _gradients(outputs, vectors, missed))
+    stream.keep_all(missed, _gradients(outputs, [use.edge for use in missed], vectors))
     stream.hand_on(list(stream.left))
 
 
-def _gradients(outputs: Sequence[Tensor], vectors: Sequence[Tensor], uses: Sequence[Use]) -> Sequence[Tensor | None]:
-    edges = cast("Sequence[Tensor]", [use.edge for use in uses])
-    return torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True) if uses else ()
+def _gradients(outputs: Any, places: Any, vectors: Sequence[Tensor], batched: bool = False) -> Sequence[Tensor | None]:
+    options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+    return torch.autograd.grad(outputs, places, vectors, **options) if places else ()
 
 
 @dataclass(eq=False)

@@ -17,13 +17,9 @@ class AffineLayout:
 
     The weight's axes in the order (g, o, i) have `sizes`; `order` permutes them into the weight's own axes (None: the
     weight is (g * o, i) as stored).
-
-    Attributes:
-        shapes: of the weight and, if the block includes it, the bias.
-        groups, outputs: g and o.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the weight and, if the block includes it, the bias
     groups: int
     outputs: int
     sizes: tuple[int, ...] | None = None

@@ -1,33 +1,27 @@
-"""Gradients, norms and Gram matrices of a sum of terms.
-
-Norms and Gram matrices do not build the gradients if inner products of pairs of places are cheaper (`pairs`).
-
-Indices: n sample, t place, g group, i input, o output.
-"""
+"""Gradients, norms and Gram matrices of a sum of terms; without the gradients where pairs of places are cheaper."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import compress, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvature.terms import pairs
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
-from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.pairs import Norms, gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
-from curvature.terms.term import RowSlice, Term, merge_terms, sum_in_place
+from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct, WithDirectForm
+from curvature.terms.convolution import Convolution
+from curvature.terms.pairs import gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
+from curvature.terms.term import RowSlice, Term, chunks, merge_terms, sum_in_place
 
 CHUNK_ELEMENTS, CACHED_CHUNK_ELEMENTS = pairs.CHUNK_ELEMENTS, pairs.CACHED_CHUNK_ELEMENTS
 PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ...
 PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
-
-INDIRECT = {TransposedConvolution, ElementwiseProduct}  # terms with another form that is faster to sum
 FRESH = OuterProduct | Convolution | IndexedRows  # terms that make their gradients anew
 
 
@@ -40,10 +34,7 @@ class RowRange(NamedTuple):
 
 
 def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
-    """The disjoint row ranges of a parameter that are read separately, in order; else one range with the given terms.
-
-    Rows outside all ranges are never read.
-    """
+    """The disjoint row ranges of a parameter that are read separately, in order; else one range with all terms."""
     whole = RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)
     if RowSlice not in map(type, terms):
         return [whole]
@@ -65,43 +56,36 @@ def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:
         return merge_terms(terms)[0].gradients()
-    unsliced = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
-    parts = [term for term in terms if isinstance(term, RowSlice)]
-    if parts:
-        found = [term.term.gradients() for term in parts]
-        out = found[0].new_zeros(len(found[0]), *parts[0].shape)
-        for term, g in zip(parts, found, strict=True):
-            out[:, slice(*term.rows)] += g
-    else:
-        first = unsliced.pop(0)
-        out = first.gradients()
-        if unsliced and not isinstance(first, FRESH):
-            out = out.clone()
-    for g in (other.gradients() for other in unsliced):
-        out = out.add_(g) if out.dtype == g.dtype else out + g
+    first, *others = sorted(merge_terms(terms), key=lambda term: not isinstance(term, RowSlice))
+    out = first.gradients()
+    if others and not isinstance(first, FRESH | RowSlice):
+        out = out.clone()
+    for other in others:
+        if isinstance(other, RowSlice):
+            out[:, slice(*other.rows)] += other.term.gradients()
+        else:
+            g = other.gradients()
+            out = out.add_(g) if out.dtype == g.dtype else out + g
     return out
 
 
 def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
-    first, *others = (term.weighted_sum(weights) for term in merge_terms(terms))
-    for other in others:
-        first = first + other
-    return first
+    return reduce(torch.add, (term.weighted_sum(weights) for term in merge_terms(terms)))
 
 
 @dataclass
 class Tentative:
-    """Norms or inner products of gradients with some rows of a parameter, wrong where places of a sample cancel.
-
-    Attributes:
-        cancelled: a mask (N,) of these samples; None: of none.
-        correct: puts what the gradients themselves give for some samples into the values.
-    """
+    """Norms or inner products of gradients with some rows of a parameter, wrong where places of a sample cancel."""
 
     values: Tensor
-    cancelled: Tensor | None
-    correct: Callable[[Tensor], None] | None = None
+    cancelled: Tensor | None = None  # a mask (N,) of these samples; None: of none
+    correct: Callable[[Tensor], None] | None = None  # enters what the gradients themselves give for some samples
+
+    def __post_init__(self) -> None:
+        """On a CPU it costs nothing to look at the mask, and terms need not stay in memory; nor without a mask."""
+        if self.cancelled is None or self.values.device.type == "cpu":
+            self.settle()
 
     def settle(self) -> None:
         """Correct values; the terms are let go."""
@@ -131,45 +115,36 @@ def settled(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
 
 
 def _tentative_norms(terms: list[Term]) -> Tentative:
-    values, cancelled = norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
+    if not norms_cheaper_by_pairs(terms):
+        return Tentative(_norms_by_gradients(terms))
+    values, cancelled = norms_by_pairs(terms)
 
     def correct(some: Tensor) -> None:
         values[some] = _norms_by_gradients([term.samples(some) for term in terms])
 
-    return _settled_on_cpu(Tentative(values, cancelled, correct))
+    return Tentative(values, cancelled, correct)
 
 
 def _tentative_gram(terms: list[Term]) -> Tentative:
     if not gram_cheaper_by_pairs(terms, samples=len(terms[0])):
         flat = _rows(gradients(terms))
-        return Tentative(flat @ flat.T, None)
+        return Tentative(flat @ flat.T)
     values = summed_pairs(terms, terms)
 
     def correct(some: Tensor) -> None:
         values[some] = _by_gradients(terms, some, terms)
         values[:, some] = values[some].T
 
-    return _settled_on_cpu(Tentative(values, norms_by_pairs(terms).cancelled, correct))
-
-
-def _settled_on_cpu(found: Tentative) -> Tentative:
-    """Where to look costs nothing there, and terms need not stay in memory; nor where nothing cancels."""
-    if found.cancelled is None or found.values.device.type == "cpu":
-        found.settle()
-    return found
+    return Tentative(values, norms_by_pairs(terms)[1], correct)
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
-    """Squared norms (N,) of the per-sample gradients, which are built only if that is cheaper.
-
-    Or if the places of a sample cancel, so that relative errors are at most about the root of rounding (3e-4 in single
-    precision), or those of the gradients themselves.
-    """
+    """Squared norms (N,); relative errors are at most about the root of rounding (3e-4 in single precision)."""
     return each_norms_squared([terms])[0]
 
 
 def least_norms_squared(terms: Sequence[Term]) -> Tensor:
-    """`norms_squared`, or zero for samples whose places cancel; on an accelerator the host does not wait."""
+    """`norms_squared`, or zero for samples whose places cancel."""
     return sum_in_place(
         x.values if x.cancelled is None else x.values.masked_fill(x.cancelled, 0)
         for x in tentative_norms_squared(terms)
@@ -190,7 +165,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     ):
         found = summed_pairs(left, right)
         for products, terms, others in ((found, left, right), (found.T, right, left)):
-            cancelled = norms_by_pairs(terms).cancelled
+            _, cancelled = norms_by_pairs(terms)
             if cancelled is not None and len(some := cancelled.nonzero()[:, 0]):
                 products[some] = _by_gradients(terms, some, others)
         return found
@@ -204,30 +179,27 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
 
 def _inner_products(term: Term, vector: Tensor) -> Tensor:
     """Some samples at a time: what is made of them is as large as their backprops."""
-    samples = len(term)
-    if not isinstance(term, OuterProduct | Convolution):
-        return term.inner_products(vector)
-    pieces = min(samples, PRODUCT_PIECES, -(-term.b.numel() // PRODUCT_ELEMENTS))
+    pieces = 1
+    if isinstance(term, OuterProduct | Convolution):
+        pieces = min(len(term), PRODUCT_PIECES, math.ceil(term.b.numel() / PRODUCT_ELEMENTS))
     if pieces <= 1:
         return term.inner_products(vector)
-    size = -(-samples // pieces)
-    parts = (slice(start, start + size) for start in range(0, samples, size))
+    parts = chunks(len(term), math.ceil(len(term) / pieces))
     return torch.cat([term.samples(part).inner_products(vector) for part in parts])
 
 
-def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
+def stack_terms(parts: Sequence[Sequence[Any]]) -> list[Term] | None:
     """Concatenate the samples of all parts; None if their terms differ in form."""
     found: list[Term] = []
     if len({len(terms) for terms in parts}) > 1:
         return None
     for column in zip(*parts, strict=True):
-        outers = [term for term in column if isinstance(term, OuterProduct)]
-        denses = [term for term in column if isinstance(term, DenseGradients)]
-        if len(outers) == len(column) and len({(term.form, term.b.shape[1:]) for term in outers}) == 1:
-            a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
-            found.append(replace(outers[0], a=a, b=b))
-        elif len(denses) == len(column):
-            found.append(DenseGradients(torch.cat([term.values for term in denses])))
+        kinds = set(map(type, column))
+        if kinds == {OuterProduct} and len({(term.form, term.b.shape[1:]) for term in column}) == 1:
+            a, b = torch.cat([term.a for term in column]), torch.cat([term.b for term in column])
+            found.append(replace(column[0], a=a, b=b))
+        elif kinds == {DenseGradients}:
+            found.append(DenseGradients(torch.cat([term.values for term in column])))
         else:
             return None
     return found
@@ -235,29 +207,25 @@ def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
 
 def direct_forms(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is fastest to sum."""
-    return [t.direct if type(t) in INDIRECT else t for t in merge_terms(terms)]  # type: ignore[union-attr]
+    return [term.direct if isinstance(term, WithDirectForm) else term for term in merge_terms(terms)]
 
 
-def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
-    """Build the gradients for a bounded number of samples at a time."""
-    samples = len(terms[0])
-    step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
-    if samples <= step:
-        yield gradients(terms)
-        return
-    for start in range(0, samples, step):
-        yield gradients([u.samples(slice(start, start + step)) for u in terms])
+def gradient_chunks(terms: Sequence[Term], most: int) -> Iterator[tuple[slice, Tensor]]:
+    """The gradients for some samples at a time, and which samples: no more than `most` entries."""
+    parts = chunks(len(terms[0]), most, math.prod(terms[0].shape)) or [slice(0, 0)]
+    for part in parts:
+        yield part, gradients(terms if len(parts) == 1 else [term.samples(part) for term in terms])
 
 
 def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
-    norms = [torch.linalg.vector_norm(_rows(g), dim=1) for g in _gradient_chunks(terms)]
+    norms = [torch.linalg.vector_norm(_rows(g), dim=1) for _, g in gradient_chunks(terms, CHUNK_ELEMENTS)]
     return (norms[0] if len(norms) == 1 else torch.cat(norms)).square()
 
 
 def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) -> Tensor:
     """Inner products of some samples of the left with all of the right."""
     some = _rows(gradients([term.samples(where) for term in left]))
-    return torch.cat([some @ _rows(g).T for g in _gradient_chunks(right)], 1)
+    return torch.cat([some @ _rows(g).T for _, g in gradient_chunks(right, CHUNK_ELEMENTS)], 1)
 
 
 def _rows(g: Tensor) -> Tensor:

@@ -78,9 +78,7 @@ class Convolution:
         (x, padding), zeros = self._padded(), [0] * len(self.stride)
         weight, x = weight.to(x.dtype), x.flatten(0, 1)
         found = torch.convolution(x, weight, None, self.stride, padding, self.dilation, False, zeros, self.groups)
-        for axis, size in enumerate(self.b.shape[3:], 2):  # the stride may leave some of the input
-            found = found.narrow(axis, 0, size)
-        return found
+        return _cropped(found, self.b.shape[3:])  # the stride may leave some of the input
 
     def place_products(self, vector: Tensor) -> Tensor:
         return self.unfold().place_products(vector)
@@ -121,16 +119,12 @@ class Convolution:
         torch.bmm(b, patches.mT, out=out.flatten(0, 1))
 
     def _correlated(self) -> Tensor:
-        """The gradients of a depthwise convolution by another one: the backprops are its kernels, and stride and
-        dilation exchange roles. oneDNN has a fast kernel for it, but not for the weight gradients of one sample.
-        """
+        """Of a depthwise convolution: by another one, for which oneDNN is fast. Stride and dilation exchange roles."""
         n, copies = self.b.shape[:2]
         (x, padding), zeros = self._padded(), [0] * len(self.stride)
         x, kernels = x.flatten(0, 2)[None], self.b.flatten(0, 2)[:, None]
         found = torch.convolution(x, kernels, None, self.dilation, padding, self.stride, False, zeros, len(kernels))
-        for axis, size in enumerate(self.shape[2:], 2):  # as in `_outputs`
-            found = found.narrow(axis, 0, size)
-        return found.reshape(n, copies, *self.shape).sum(1)
+        return _cropped(found, self.shape[2:]).reshape(n, copies, *self.shape).sum(1)  # as in `_outputs`
 
     def _convolved(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
@@ -176,10 +170,7 @@ class Convolution:
         return (pixels / self.places) ** 2 * (self.shape[1] + ADDITION_COST * self.shape[2])
 
     def grams(self) -> tuple[Tensor, Tensor]:
-        """Inner products of the input's patches, and of the backprops, at pairs of places, (N, g, t, t).
-
-        Those of patches are sums of those of single pixels if that is cheaper: nothing is unfolded.
-        """
+        """Inner products of the input's patches, and of the backprops, at pairs of places, (N, g, t, t)."""
         if self._pixel_cost < math.prod(self.shape[1:]):
             return self._patch_gram(), _pixel_gram(self.b, self.groups)
         a = self._input_patches().transpose(1, 2)
@@ -207,10 +198,7 @@ class Convolution:
 
 
 class Phase(NamedTuple):
-    """Output pixels along one axis, a stride apart, that see the same kernel entries.
-
-    Its u-th pixel sees input pixel ``first + u - step * m`` through entry ``taps[m]``.
-    """
+    """Output pixels a stride apart, of which the u-th sees pixel ``first + u - step * m`` through entry ``taps[m]``."""
 
     taps: list[int]
     first: int
@@ -255,18 +243,15 @@ class TransposedConvolution(WithDirectForm):
 
     @property
     def places(self) -> int:
-        return self.direct.source.shape[1] * math.prod(self._out)
-
-    @property
-    def _out(self) -> list[int]:
-        return list(self.direct.source.shape[3:])
+        return self.direct.source.shape[1] * math.prod(self.direct.source.shape[3:])
 
     def activations(self) -> Iterator[Activations]:
         inputs, _, *kernel = self.shape
         number = torch.arange(inputs // self.groups * math.prod(kernel), device=self.device)
         number = number.reshape(-1, *kernel)
         before = self.direct.padding[::-2] or [0] * len(kernel)
-        geometry = zip(kernel, self.direct.stride, self.direct.dilation, before, self._out, strict=True)
+        out = self.direct.source.shape[3:]
+        geometry = zip(kernel, self.direct.stride, self.direct.dilation, before, out, strict=True)
         for phases in product(*(_phases(*axis) for axis in geometry)):
             seen = _window(self.direct.b, phases).flip(*range(3, number.ndim + 2))  # the kernel slides backwards
             taps, _, steps, pixels = zip(*phases, strict=True)
@@ -277,7 +262,7 @@ class TransposedConvolution(WithDirectForm):
 
     def backprops(self) -> Tensor:
         """(N, t, g, o)."""
-        return _by_place(self.direct.source, self.groups, len(self._out))
+        return _by_place(self.direct.source, self.groups, len(self.direct.stride))
 
     def samples(self, part: Samples) -> TransposedConvolution:
         return replace(self, direct=self.direct.samples(part))
@@ -314,6 +299,11 @@ def _patches(
     return x.as_strided(
         (*x.shape[:3], *kernel, *out), (*x.stride()[:3], *map(mul, steps, dilation), *map(mul, steps, stride))
     )
+
+
+def _cropped(x: Tensor, size: Sequence[int]) -> Tensor:
+    inside: list[Any] = [slice(pixels) for pixels in size]
+    return x[(..., *inside)]
 
 
 def _has_onednn(x: Tensor) -> bool:

@@ -2,23 +2,20 @@
 
 Of two places, that of the gradients is the product of that of their activations and that of their backprops
 (arXiv:1510.01799 for one place, arXiv:2009.03106 for more).
-
-Indices: n sample, t place, g group, i input, o output.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import RowSlice, Term, merge_terms, sum_in_place, unfold
+from curvature.terms.term import RowSlice, Term, chunks, merge_terms, sum_in_place, unfold
 
 CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
 CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
@@ -27,26 +24,13 @@ CANCELLED = 10.0  # in roots of rounding: if a smaller share of inner products o
 LARGEST_CANCELLED = 0.01  # that share in half precision
 
 
-class Norms(NamedTuple):
-    """Squared norms (N,), and of which samples too little is left of what they sum, a mask (N,); None: of none."""
-
-    squares: Tensor
-    cancelled: Tensor | None = None
-
-
 def norms_cheaper_by_pairs(terms: Sequence[Term]) -> bool:
-    """Whether norms by pairs of places need fewer multiplications than building the gradients, which are as fast.
-
-    Building costs t * numel for each sample, pairs (sum of t)^2 * (i + o). With one place and one term, pairs win.
-    """
+    """Whether norms by pairs of places need fewer multiplications: (sum of t)^2 * (i + o) and not t * numel."""
     if not _have_pairs(terms):
         return False
-    places = sum(u.places for u in terms)
-    if len(terms) == 1 and isinstance(terms[0], Convolution):
-        width = terms[0].gram_cost
-    else:
-        width = max(_form(u)[1] for u in terms)
-    return places == len(terms) == 1 or places * width <= math.prod(terms[0].shape)
+    first, places = terms[0], sum(u.places for u in terms)
+    width = first.gram_cost if len(terms) == 1 and isinstance(first, Convolution) else max(_form(u)[1] for u in terms)
+    return places == len(terms) == 1 or places * width <= math.prod(first.shape)
 
 
 def gram_cheaper_by_pairs(terms: Sequence[Term], samples: int) -> bool:
@@ -75,42 +59,34 @@ def _form(term: Term) -> tuple[int, int, bool]:
     return 1, term.shape[-1] + 1, False
 
 
-def norms_by_pairs(terms: Sequence[Term]) -> Norms:
-    """Norms from inner products of places."""
+def norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+    """Squared norms (N,), and of which samples too little is left of what they sum, a mask (N,); None: of none."""
     if len(terms) > 1:
         terms = merge_terms([unfold(t) for t in terms])
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
         found = (torch.linalg.vector_norm(terms[0].a, dim=3) * torch.linalg.vector_norm(terms[0].b, dim=3)).square()
-        return Norms(found[:, 0, 0] if found.shape[1:].numel() == 1 else found.sum((1, 2)))
+        return found[:, 0, 0] if found.shape[1:].numel() == 1 else found.sum((1, 2)), None
     found, added = _pair_norms(terms[0], terms[0])
     for times, u, v in [(1 if u is v else 2, u, v) for k, u in enumerate(terms) for v in terms[k:]][1:]:
         products, bounds = _pair_norms(u, v)
         found, added = found + times * products, added + times * bounds
     share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
-    return Norms(found.clamp(min=0), found < share * added)
+    return found.clamp(min=0), found < share * added
 
 
 def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     """Sums (N,) of the inner products of a sample's places, and bounds of the sums of their absolute values."""
-    step = max(1, CHUNK_ELEMENTS // max(1, _form(u)[0] * u.places * v.places))
-    if len(u) <= step:
-        return _pair_norms_at_once(u, v)
-    parts = (slice(k, k + step) for k in range(0, len(u), step))
-    found, added = zip(*(_pair_norms_at_once(u.samples(part), v.samples(part)) for part in parts), strict=True)
-    return torch.cat(found), torch.cat(added)
-
-
-def _pair_norms_at_once(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    parts = chunks(len(u), CHUNK_ELEMENTS, _form(u)[0] * u.places * v.places)
+    if len(parts) > 1:
+        found, added = zip(*(_pair_norms(u.samples(part), v.samples(part)) for part in parts), strict=True)
+        return torch.cat(found), torch.cat(added)
     left, right = (x.flatten(1) for x in (u.grams() if isinstance(u, Convolution) else _grams(u, v)))
     norms = [torch.linalg.vector_norm(x, dim=1) for x in (left, right)]
     return torch.linalg.vecdot(left, right), norms[0] * norms[1]
 
 
 def _grams(u: Term, v: Term) -> tuple[Tensor, Tensor]:
-    """Inner products of activations, and of backprops, at p places of u and q places of v, (..., g, p, q).
-
-    Outer products hold (..., p, g, i) and (..., p, g, o); indexed rows (..., p) and (..., p, width).
-    """
+    """Inner products of activations, and of backprops, at p places of u and q places of v, (..., g, p, q)."""
     if isinstance(u, OuterProduct) and isinstance(v, OuterProduct):
         ua, ub, va, vb = (x.transpose(-3, -2) for x in (u.a, u.b, v.a, v.b))
         return ua @ va.mT, ub @ vb.mT
@@ -128,12 +104,12 @@ def _grams(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     return left[..., None, :, :], right[..., None, :, :]
 
 
-def _flat(term: Term) -> Term:
-    """Flatten samples and places into one axis."""
+def _mapped(term: Term, change: Callable[[Tensor], Tensor]) -> Term:
+    """The term with other tensors of activations and backprops."""
     if isinstance(term, OuterProduct):
-        return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
+        return replace(term, a=change(term.a), b=change(term.b))
     assert isinstance(term, IndexedRows)
-    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), valid=None)
+    return replace(term, index=change(term.index), values=change(term.values), valid=None)
 
 
 def summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
@@ -143,21 +119,11 @@ def summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 
 def _pair_gram(u: Term, v: Term) -> Tensor:
-    n, m = len(u), len(v)
-    single = [_flat(_place(v, k)) for k in range(v.places)]  # one place at a time: summing over the last axis is slow
-    step = max(1, CACHED_CHUNK_ELEMENTS // max(1, u.places * m))
+    # one place at a time: summing over the last axis is slow
+    single = [_mapped(v, lambda x, place=k: x[:, place]) for k in range(v.places)]  # type: ignore[misc]
     rows = []
-    for start in range(0, n, step):
-        part = u.samples(slice(start, start + step))
-        flat = _flat(part)
+    for part in chunks(len(u), CACHED_CHUNK_ELEMENTS, u.places * len(v)):
+        flat = _mapped(u.samples(part), lambda x: x.flatten(0, 1))
         of_places = (torch.mul(*_grams(flat, other)).sum(-3) for other in single)  # (n * t, m), over groups
-        rows.append(sum_in_place(x.unflatten(0, (len(part), -1)).sum(1) for x in of_places))
+        rows.append(sum_in_place(x.unflatten(0, (part.stop - part.start, -1)).sum(1) for x in of_places))
     return torch.cat(rows)
-
-
-def _place(term: Term, k: int) -> Term:
-    """The term at place k alone."""
-    if isinstance(term, OuterProduct):
-        return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
-    assert isinstance(term, IndexedRows)
-    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], valid=None)

@@ -1,8 +1,4 @@
-"""Linear maps of per-sample gradients: of both sides of them as matrices, or of pieces of bounded size.
-
-A parameter is seen as a matrix (shape[0], all other axes). The map does not depend on the terms that it is computed
-from. Results are in single precision at least.
-"""
+"""Linear maps of per-sample gradients as matrices (shape[0], all other axes), in single precision at least."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ import torch
 from torch import Tensor
 
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
-from curvature.terms.contractions import direct_forms, gradients, row_ranges
+from curvature.terms.contractions import direct_forms, gradient_chunks, gradients, row_ranges
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import Term, promote, sum_in_place
+from curvature.terms.term import Term, chunks, promote, sum_in_place
 
 PIECE_ENTRIES = 1 << 20  # of the gradients that are built at a time
 
@@ -32,13 +28,7 @@ class Piece(NamedTuple):
 
 
 def project_sides(terms: Sequence[Term], left: Tensor, right: Tensor) -> Tensor:
-    """``left g[n] right^T`` (N, k, l): the sum over places of projected backprops and activations.
-
-    Args:
-        left, right: (k, shape[0]) and (l, all other axes).
-
-    Gradients of parameters that are not read by rows (groups, more axes) are built, some samples at a time.
-    """
+    """``left g[n] right^T`` (N, k, l) for left (k, shape[0]) and right (l, all other axes)."""
     return sum_in_place(
         _project_sides(part.terms, left[:, part.start : part.stop], right) for part in row_ranges(terms)
     )
@@ -49,7 +39,7 @@ def _project_sides(terms: Sequence[Term], left: Tensor, right: Tensor) -> Tensor
     if with_rows is not None:
         return sum_in_place(term.projected(left, right) for term in with_rows)
     shape = (left.shape[1], right.shape[1])
-    built = (DenseGradients(g.reshape(-1, *shape)) for _, g in _by_samples(terms))
+    built = (DenseGradients(g.reshape(-1, *shape)) for _, g in _built(terms))
     return torch.cat([term.projected(left, right) for term in built])
 
 
@@ -59,14 +49,13 @@ def pieces(terms: Sequence[Term]) -> Iterator[Piece]:
         count, rest = len(part.terms[0]), math.prod(part.terms[0].shape[1:])
         with_rows = _with_rows(part.terms)
         if with_rows is None:
-            for samples, g in _by_samples(part.terms):
+            for samples, g in _built(part.terms):
                 yield Piece(samples, part.start * rest, g.flatten(1))
             continue
-        step = max(1, PIECE_ENTRIES // max(1, count * rest))
-        for start in range(part.start, part.stop, step):
-            stop = min(start + step, part.stop)
-            some = gradients([term.rows(start - part.start, stop - part.start) for term in with_rows])
-            yield Piece(slice(0, count), start * rest, some.reshape(count, (stop - start) * rest))
+        for rows in chunks(part.stop - part.start, PIECE_ENTRIES, count * rest):
+            some = gradients([term.rows(rows.start, rows.stop) for term in with_rows])
+            entries = (rows.stop - rows.start) * rest
+            yield Piece(slice(0, count), (part.start + rows.start) * rest, some.reshape(count, entries))
 
 
 def _with_rows(terms: Sequence[Term]) -> list[WithRows] | None:
@@ -80,10 +69,6 @@ def _with_rows(terms: Sequence[Term]) -> list[WithRows] | None:
     return found
 
 
-def _by_samples(terms: Sequence[Term]) -> Iterator[tuple[slice, Tensor]]:
-    """The gradients of a bounded number of samples at a time."""
-    count, step = len(terms[0]), max(1, PIECE_ENTRIES // max(1, math.prod(terms[0].shape)))
-    for start in range(0, max(1, count), step):
-        part = slice(start, min(start + step, count))
-        found = gradients([term.samples(part) for term in terms])
-        yield part, found.to(torch.promote_types(found.dtype, torch.float32))
+def _built(terms: Sequence[Term]) -> Iterator[tuple[slice, Tensor]]:
+    for part, g in gradient_chunks(terms, PIECE_ENTRIES):
+        yield part, g.to(torch.promote_types(g.dtype, torch.float32))

@@ -1,16 +1,13 @@
-"""Diagonals: elementwise products of per-sample gradients, summed over samples and vectors.
+"""Diagonals: ``sum_n weights[n] sum_k u_kn * w_kn`` of per-sample gradients u and w of k vectors.
 
-``sum_n weights[n] sum_k u_kn * w_kn`` with u and w given as terms. The sum over places is inside each factor:
-``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
-
-Indices: k vector, n sample, t and s place, g group, i input, o output.
+The sum over places is inside each factor: ``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +16,7 @@ from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import StackedTerms, Term, TermsByVector, merge_places, unfold
+from curvature.terms.term import StackedTerms, Term, TermsByVector, chunks, merge_places, sum_in_place, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 
@@ -29,14 +26,12 @@ def sum_of_products(
 ) -> Tensor:
     """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape, in memory of its own.
 
-    Args:
-        left, right: the terms of u and w for each vector; the same object if they are equal.
-        weights: (N,).
-        patches: a list that one call fills with the activations that it has unfolded, for the next one with other
-            vectors sent back through the same pass.
+    `left` and `right` are the same object where they are equal. One call fills `patches` with the activations that it
+    has unfolded, for the next one with other vectors sent back through the same pass.
     """
+    patches = [] if patches is None else patches
     if isinstance(left, StackedTerms) and (right is left or isinstance(right, StackedTerms)):
-        found = _from_stacks(left, right, weights, [] if patches is None else patches)
+        found = _from_stacks(left, right, weights, patches)
         if found is not None:
             return found
     lefts = [merge_places(terms) for terms in left]
@@ -50,9 +45,12 @@ def sum_of_products(
     if alone and isinstance(first, IndexedRows):
         return _from_indexed_rows(lefts, rights, weights)
     if alone and isinstance(first, DenseGradients):
-        both = _products(*([cast("DenseGradients", term).values for (term,) in terms] for terms in (lefts, rights)))
+        values: Any = ([term.values for (term,) in terms] for terms in (lefts, rights))  # type: ignore[union-attr]
+        both = _products(zip(*values, strict=True))
         return torch.tensordot(weights.to(both.dtype), both, 1)
-    return _from_gradients(lefts, rights, weights, alone, [] if patches is None else patches)
+    if alone and isinstance(first, Convolution):
+        return _from_convolutions(lefts, rights, weights, patches)
+    return _from_gradients(lefts, rights, weights)
 
 
 def sum_of_squares(terms: Sequence[Term]) -> Tensor:
@@ -67,10 +65,10 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
         u, w = u.direct, w.direct
     if isinstance(u, DenseGradients) and isinstance(w, DenseGradients):
-        both = _products(u.values.chunk(vectors), w.values.chunk(vectors))
+        both = _products(zip(u.values.chunk(vectors), w.values.chunk(vectors), strict=True))
         return torch.tensordot(weights.to(both.dtype), both, 1)
     if isinstance(u, OuterProduct) and isinstance(w, OuterProduct) and u.places == 1:
-        both = _products(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors))
+        both = _products(zip(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors), strict=True))
         both *= weights.to(both.dtype)[:, None, None]
         blocks = both.permute(1, 2, 0) @ u.a[:, 0].square().transpose(0, 1)
         return u.assemble(blocks[None])[0]
@@ -79,9 +77,8 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     return None
 
 
-def _products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+def _products(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     """``sum_k u_k w_k``, in memory of its own."""
-    pairs = zip(left, right, strict=True)
     total = torch.mul(*next(pairs))
     for pair in pairs:  # all products at once would be as large as the backprops
         total.addcmul_(*pair)
@@ -97,7 +94,7 @@ def _are_few_places(term: OuterProduct | Convolution, samples: int, vectors: int
 def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
-    both = _products([u.b[:, :, None] for u in left], [w.b[:, None] for w in right])
+    both = _products((u.b[:, :, None], w.b[:, None]) for u, w in zip(left, right, strict=True))
     both *= weights.to(both.dtype)[:, None, None, None, None]
     a = first.a
     inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)
@@ -119,12 +116,7 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
         new = term.values.new_zeros(len(found), term.values.shape[-1], dtype=wide)
         return new.index_add_(0, which, term.values.flatten(0, 1).to(wide))
 
-    products = None
-    for (u,), (w,) in zip(left, right, strict=True):
-        x = sums(u)
-        y = x if w is u else sums(w)
-        products = x * y if products is None else products.addcmul_(x, y)
-    assert products is not None
+    products = _products((x := sums(u), x if w is u else sums(w)) for (u,), (w,) in zip(left, right, strict=True))
     products *= weights.to(products.dtype)[found // rows, None]
     return products.new_zeros(first.shape).index_add_(0, found % rows, products)
 
@@ -136,15 +128,10 @@ def _numbered(keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(keys).scatter_(0, numbers, ordered), torch.empty_like(keys).scatter_(0, order, numbers)
 
 
-def _from_gradients(
-    left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool, patches: list[Tensor]
-) -> Tensor:
+def _from_gradients(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Build the gradients of a few samples at a time: on a CPU of as many as its cache holds, for all vectors."""
-    first = left[0][0]
-    if alone and isinstance(first, Convolution):
-        return _from_convolutions(left, right, weights, patches)
-    total = None
-    for part in parts(weights, math.prod(first.shape)):
+
+    def of_samples(part: slice) -> Tensor:
         products = None
         for us, ws in zip(left, right, strict=True):
             x = gradients([term.samples(part) for term in us])
@@ -154,19 +141,16 @@ def _from_gradients(
             else:
                 products = x.mul_(y) if isinstance(us[0], contractions.FRESH) else x * y
         assert products is not None
-        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
-        total = found if total is None else total.add_(found)
-        del products, x, y  # before the next are made
-    assert total is not None
-    return total
+        return torch.tensordot(weights[part].to(products.dtype), products, 1)
+
+    return sum_in_place(map(of_samples, parts(weights, math.prod(left[0][0].shape))))
 
 
-def parts(weights: Tensor, each: int) -> Iterator[slice]:
+def parts(weights: Tensor, each: int) -> list[slice]:
     """Samples of which so many entries each are made at a time."""
     is_cpu = weights.device.type == "cpu"
     most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
-    step = max(1, most // max(1, each))
-    return (slice(start, start + step) for start in range(0, len(weights), step))
+    return chunks(len(weights), most, each)
 
 
 def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tensor, patches: list[Tensor]) -> Tensor:
@@ -178,14 +162,14 @@ def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tenso
     if keeps_patches and not patches:
         patches.append(next(first.activations())[1])
     each = len(left) * max(math.prod(first.shape), first.shape[0] * places)
-    total = None
-    for part in parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS):
+
+    def of_samples(part: slice) -> Tensor:
         a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
         x = _times_patches(left, part, a)
         products = x.square_() if right is left else x.mul_(_times_patches(right, part, a))
-        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
-        total = found if total is None else total.add_(found)
-    assert total is not None
+        return torch.tensordot(weights[part].to(products.dtype), products, 1)
+
+    total = sum_in_place(map(of_samples, parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS)))
     return total.sum(2).mT.reshape(first.shape)
 
 
@@ -193,14 +177,11 @@ def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
     k, groups = len(vectors), a.shape[2]
     if isinstance(vectors, StackedTerms):
-        b = cast("Convolution", vectors.term).b.unflatten(0, (k, -1))[:, part]  # (k, n, m, O, *out)
         b = (
-            b.flatten(4)
-            .unflatten(3, (groups, -1))
-            .permute(1, 3, 0, 4, 2, 5)
-            .reshape(b.shape[1], groups, -1, a.shape[1])
-        )
+            vectors.term.b.unflatten(0, (k, -1))[:, part].flatten(4).unflatten(3, (groups, -1))
+        )  # (k, n, m, g, o, pixel)
+        b = b.permute(1, 3, 0, 4, 2, 5).reshape(len(a), groups, -1, a.shape[1])  # (n, g, k * o, t)
     else:
         rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
-        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)  # (n, g, k * o, t)
+        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
     return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (k, -1))

@@ -64,15 +64,10 @@ TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one pa
 
 
 class StackedTerms(Sequence[list[Term]]):
-    """The terms of one parameter for several vectors that share a pass: one each, made when it is asked for.
-
-    Args:
-        term: has what all vectors share, of N samples, and the backprops of k N, those of the first vector first.
-        vectors: k.
-        samples: N.
-    """
+    """The terms of one parameter for k vectors that share a pass: one each, made when it is asked for."""
 
     def __init__(self, term: Any, vectors: int, samples: int) -> None:
+        """`term` has what all vectors share, of N samples, and k N backprops, those of the first vector first."""
         self.term, self.vectors, self.samples = term, vectors, samples
 
     def __len__(self) -> int:
@@ -153,7 +148,14 @@ def merge_terms(terms: Sequence[Term]) -> list[Term]:
 
 def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
     """The sum, accumulated in the first tensor."""
-    first, *others = tensors
+    others = iter(tensors)
+    total = next(others)
     for other in others:
-        first += other
-    return first
+        total += other
+    return total
+
+
+def chunks(count: int, most: int, each: int = 1) -> list[slice]:
+    """Ranges of samples with no more than `most` entries, of which each sample has so many."""
+    step = max(1, most // max(1, each))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

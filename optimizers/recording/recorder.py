@@ -224,8 +224,8 @@ class Recorder:
 
     def settle(self) -> None:
         """Complete `passes.total` for a step."""
-        if self.listener.submodules.problem:
-            raise RuntimeError(self.listener.submodules.problem)
+        if self.listener.problem:
+            raise RuntimeError(self.listener.problem)
         self.passes.settle()
         self.loss_backprops.deliver(self._loss_scale)
 
