@@ -1,4 +1,4 @@
-"""Forms of storage: one that is a class and nothing else, and sides kept as triangles, with the same numbers in less memory."""
+"""Forms of storage: one that is a class and nothing else; sides kept as triangles, the same in less memory."""
 
 from __future__ import annotations
 
