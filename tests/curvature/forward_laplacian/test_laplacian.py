@@ -383,17 +383,15 @@ def assert_slope(model: Callable[[Tensor], Tensor], x: Tensor, parameter: Tensor
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", [*UNARY, *POSITIVE, *INSIDE, *OTHERS])
-def test_functions_of_entries(name: str, caplog: pytest.LogCaptureFixture):
+def test_functions_of_entries(name: str, warnings: pytest.LogCaptureFixture):
     """By rules; kernels have wrong third derivatives now and then."""
-    warn_once.cache_clear()
-    caplog.set_level(logging.INFO, "curvature")
     function = OTHERS.get(name) or unary(name)
     with seeded(3):
         first, x = nn.Linear(D, 5).double(), torch.randn(N, D).double()
     model = lambda x: function(first(x))
     check(model, x)
     assert_slope(model, x, first.weight)
-    assert not caplog.records
+    assert not warnings.records
 
 
 NORMS = ["layer norm", "rms norm", "group norm", "instance norm", "batch norm"]
@@ -432,9 +430,7 @@ HELD: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, *HELD])
-def test_arguments(name: str, caplog: pytest.LogCaptureFixture):
-    warn_once.cache_clear()
-    caplog.set_level(logging.INFO, "curvature")
+def test_arguments(name: str, warnings: pytest.LogCaptureFixture):
     function = (BY_NAME | HELD)[name]
     with seeded(3):
         first, x, C = nn.Linear(D, 5).double(), torch.randn(N, D).double(), torch.randn(D, D).double()
@@ -445,7 +441,7 @@ def test_arguments(name: str, caplog: pytest.LogCaptureFixture):
     torch.testing.assert_close(u, model(x))
     slopes = torch.autograd.grad((u + second).sum(), list(first.parameters()))
     assert all(slope.isfinite().all() for slope in slopes)
-    assert not caplog.records
+    assert not warnings.records
 
 
 def test_a_result_in_given_memory():

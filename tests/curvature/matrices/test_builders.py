@@ -23,7 +23,7 @@ from support.snapshots import unchanged
 name_of = lambda case: case.id
 EXTRA = list(extra())
 LOSSES = [case for case in small("losses") if "equal_sizes" not in case.id]
-# One case of every kind of layer: the whole catalogue is gone through in test_matrices_blocks.py.
+# One case of every kind of layer: the whole catalogue is gone through in test_diagonals_and_blocks.py.
 FEW = {
     *("linear", "linear_2_leading", "linear_sum", "mlp", "conv2d_twice", "conv2d_groups", "conv_transpose1d_stride"),
     *("embedding_padding", "embedding_cross_entropy", "layer_norm_places", "group_norm_image", "batch_norm_net"),
