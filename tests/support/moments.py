@@ -5,6 +5,8 @@ import math
 import torch
 
 MANY = 8_000
+C, PLACES = 3, 2
+WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
 
 
 def source(seed=0):
@@ -29,6 +31,27 @@ def normal(output):
 
 def counts(output):
     return (rand(*output.shape) * 5).round()
+
+
+def classes(output):
+    return torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
+
+
+def ignoring(output):
+    """The first sample ignores everything where there is one term for each, else its first place."""
+    target = classes(output)
+    target.view(len(target), -1)[0, 0] = -100
+    return target
+
+
+def soft(output):
+    """Rows that do not add up to one, which torch allows."""
+    return rand(*output.shape) + 0.1
+
+
+def mixing(output, target):
+    """Convex; every entry of a sample meets every other; a mean over samples."""
+    return (output.flatten(1) - target.flatten(1)).logsumexp(1).mean() + 0.1 * (output - target).square().mean()
 
 
 def cut(target, n):

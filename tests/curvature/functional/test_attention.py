@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import curvature
 from curvature.functional import AttentionInBlocks
 from curvature.functional import attention as attention
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
+from support.memory import Largest
 from support.oracles.attention import attention as written_out
 
 LOSS = nn.CrossEntropyLoss()
@@ -101,25 +101,20 @@ def test_every_derivative_is_that_of_attention_written_out(call: str, width: int
         )
 
 
-class Text(nn.Module):
+def attend(m: Any, x: Tensor) -> Tensor:
     """A causal block, and one of `nn.MultiheadAttention` that sees no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.qkv, self.head = nn.Embedding(7, 4), nn.Linear(4, 12), nn.Linear(4, 3)
-        self.other = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x)
-        heads = self.qkv(h).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
-        h = h + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        h = h + self.other(h, h, h, key_padding_mask=x == 0, need_weights=False)[0]
-        return self.head(torch.tanh(h).mean(1))
+    h = m.tokens(x)
+    heads = m.qkv(h).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+    h = h + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+    h = h + m.other(h, h, h, key_padding_mask=x == 0, need_weights=False)[0]
+    return m.head(torch.tanh(h).mean(1))
 
 
 def text(length: int) -> tuple[nn.Module, Tensor, Tensor]:
     with seeded(0):
-        return Text().double(), torch.randint(1, 7, (2, length)), torch.randint(3, (2,))
+        layers = {"tokens": nn.Embedding(7, 4), "qkv": nn.Linear(4, 12), "head": nn.Linear(4, 3)}
+        model = Raw(attend, **layers, other=nn.MultiheadAttention(4, 2, batch_first=True))
+        return model.double(), torch.randint(1, 7, (2, length)), torch.randint(3, (2,))
 
 
 BUILDERS: dict[str, Callable[..., Tensor]] = {
@@ -144,19 +139,6 @@ def test_matrices_are_those_of_attention_written_out(builder: str, request: pyte
     expected = BUILDERS[builder](model, LOSS, (x, y))
     request.getfixturevalue("small_blocks")
     torch.testing.assert_close(BUILDERS[builder](model, LOSS, (x, y)), expected, rtol=1e-9, atol=1e-12)
-
-
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that an operation returns."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, Tensor):
-                self.entries = max(self.entries, x.untyped_storage().nbytes() // x.element_size())
-        return out
 
 
 @pytest.mark.parametrize("builder", ["fisher_diagonal", "kfac", "gauss_newton", "hessian"])

@@ -1,7 +1,8 @@
-"""Sums of clipped gradients against a loop over samples, and the noise on them."""
+"""Sums of clipped gradients and the noise on them, and the noise scale, against loops over samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvature
 from support.cases.case import Raw, seeded
 from support.cases.models import attending
 from support.comparisons import matches
+from support.rows import clipped, real, rows_of, same
 from support.snapshots import unchanged
 
 LOSS = nn.CrossEntropyLoss()
@@ -42,24 +45,7 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def rows(model: nn.Module, pairs: Any) -> dict[str, Tensor]:
     """The gradients of (arguments, target) of one sample each."""
-    named = dict(model.named_parameters())
-    found = [torch.autograd.grad(LOSS(model(*x), y), list(named.values()), materialize_grads=True) for x, y in pairs]
-    return dict(zip(named, map(torch.stack, zip(*found, strict=True)), strict=True))
-
-
-def clipped(found: dict[str, Tensor], max_norm: float, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """By hand: sample by sample."""
-    total = {name: torch.zeros_like(g[0]) for name, g in found.items()}
-    for n in range(len(next(iter(found.values())))):
-        norm = sum(g[n].square().sum() for g in found.values()) ** 0.5
-        if mask is None or mask[n]:
-            for name, g in found.items():
-                total[name] += g[n] * min(1.0, max_norm / float(norm))
-    return total
-
-
-def median_norm(found: dict[str, Tensor]) -> float:
-    return float(torch.cat([g.flatten(1) for g in found.values()], 1).norm(dim=1).median())
+    return rows_of(model, [LOSS(model(*x), y) for x, y in pairs])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -68,38 +54,30 @@ def test_sums_of_clipped_gradients(name: str, reduction: str):
     """Whole, in parts that do not divide the batch, and with a mask; half of the samples are clipped."""
     model, x, y = problem(name)
     found = rows(model, [((x[n : n + 1],), y[n : n + 1]) for n in range(N)])
-    c, mask = median_norm(found), torch.tensor([True, False, True, True, False, True, True])
+    c, mask = float(real(found).norm(dim=1).median()), torch.tensor([True, False, True, True, False, True, True])
     loss = nn.CrossEntropyLoss(reduction=reduction)
     for options in ({}, {"microbatch": 3}, {"mask": mask}, {"mask": mask, "microbatch": 2}):
         with unchanged(model.eval(), (x, y)):
             actual = curvature.clipped_gradient(model, loss, x, y, c, **options)
-        expected = clipped(found, c, options.get("mask"))
-        assert list(actual) == list(expected)
-        for key, g in expected.items():
-            matches(actual[key], g)
-            assert not actual[key].requires_grad
+        counted = options.get("mask", slice(None))
+        same(actual, clipped({key: g[counted] for key, g in found.items()}, c))
 
 
-def test_parts_of_bags():
+@pytest.mark.parametrize("form", ["bags", "packed sequences"])
+def test_parts_of(form: str):
+    y = torch.arange(5) % 3
     with seeded(0):
-        model = Raw(lambda m, *x: m.head(m.bag(*x)), bag=nn.EmbeddingBag(6, 4), head=nn.Linear(4, 3)).double()
-    words, starts, y = torch.arange(11) % 6, [0, 3, 3, 4, 8], torch.arange(5) % 3
-    cuts = zip(starts, [*starts[1:], 11], strict=True)
-    found = rows(model, [((words[s:e], torch.tensor([0])), y[n : n + 1]) for n, (s, e) in enumerate(cuts)])
-    actual = curvature.clipped_gradient(model, LOSS, (words, torch.tensor(starts)), y, 0.5, microbatch=2)
-    for name, g in clipped(found, 0.5).items():
-        matches(actual[name], g)
-
-
-def test_parts_of_packed_sequences():
-    with seeded(0):
-        model = Raw(lambda m, x: m.head(m.lstm(x)[1][0][0]), lstm=nn.LSTM(3, 4), head=nn.Linear(4, 3)).double()
-        sequences = [torch.randn(t, 3).double() for t in (2, 4, 1, 3, 3)]
-    x, y = pack_sequence(sequences, enforce_sorted=False), torch.arange(5) % 3
-    found = rows(model, [((pack_sequence([s]),), y[n : n + 1]) for n, s in enumerate(sequences)])
-    actual = curvature.clipped_gradient(model, LOSS, x, y, 0.5, microbatch=2)
-    for name, g in clipped(found, 0.5).items():
-        matches(actual[name], g)
+        if form == "bags":
+            model = Raw(lambda m, *x: m.head(m.bag(*x)), bag=nn.EmbeddingBag(6, 4), head=nn.Linear(4, 3)).double()
+            words, starts = torch.arange(11) % 6, [0, 3, 3, 4, 8]
+            x = words, torch.tensor(starts)
+            each = [(words[s:e], torch.tensor([0])) for s, e in zip(starts, [*starts[1:], 11], strict=True)]
+        else:
+            model = Raw(lambda m, x: m.head(m.lstm(x)[1][0][0]), lstm=nn.LSTM(3, 4), head=nn.Linear(4, 3)).double()
+            sequences = [torch.randn(t, 3).double() for t in (2, 4, 1, 3, 3)]
+            x, each = pack_sequence(sequences, enforce_sorted=False), [(pack_sequence([s]),) for s in sequences]
+    found = rows(model, [(own, y[n : n + 1]) for n, own in enumerate(each)])
+    same(curvature.clipped_gradient(model, LOSS, x, y, 0.5, microbatch=2), clipped(found, 0.5))
 
 
 def test_noise():
@@ -174,3 +152,47 @@ def test_batch_norm_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
         curvature.clipped_gradient(model, LOSS, torch.randn(5, 4), torch.arange(5) % 3, 1.0)
+
+
+def counted(count: int) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4))
+        return model.double(), torch.randn(count, 2, 5).double(), torch.randint(4, (count,))
+
+
+def flat_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return real(rows(model, [((x[n : n + 1],), y[n : n + 1]) for n in range(len(y))]))
+
+
+@pytest.mark.parametrize("loss", [LOSS, nn.CrossEntropyLoss(reduction="sum")], ids=lambda loss: loss.reduction)
+def test_the_noise_scale(loss: nn.Module):
+    """Uneven batches are one; a sum or a mean, each sample's gradient is its own."""
+    model, x, y = counted(23)
+    flat = flat_rows(model, x, y)
+    trace = flat.var(0).sum()
+    norm = flat.mean(0).square().sum() - trace / len(flat)
+    loader = DataLoader(TensorDataset(x, y), batch_size=5)
+    for data in ((x, y), loader):
+        found = curvature.gradient_noise_scale(model, loss, data)
+        assert math.isclose(found.trace, trace, rel_tol=1e-10)
+        assert math.isclose(found.squared_norm, norm, rel_tol=1e-10)
+        assert math.isclose(found.value, trace / norm, rel_tol=1e-10)
+
+
+def test_its_parts_have_no_bias():
+    """Over all pairs of a population, drawn with replacement."""
+    model, x, y = counted(6)
+    flat = flat_rows(model, x, y)
+    pairs = [torch.tensor([a, b]) for a in range(6) for b in range(6)]
+    found = [curvature.gradient_noise_scale(model, LOSS, (x[pair], y[pair])) for pair in pairs]
+    matches(torch.tensor([f.trace for f in found]).double().mean(), flat.var(0, correction=0).sum(), 1e-6)
+    matches(torch.tensor([f.squared_norm for f in found]).double().mean(), flat.mean(0).square().sum(), 1e-6)
+    assert any(f.value == math.inf for f in found)
+
+
+def test_one_sample_has_no_covariance():
+    model, x, y = counted(1)
+    with pytest.raises(ValueError, match="two samples at least, found 1"):
+        curvature.gradient_noise_scale(model, LOSS, (x, y))
+    with pytest.raises(TypeError, match="expected a pair"):
+        curvature.gradient_noise_scale(model, LOSS, x)

@@ -1,4 +1,4 @@
-"""Complex parameters: rows are autograd's, all inner products are real ones, and what has no complex form says so."""
+"""Complex parameters and outputs: rows are autograd's, inner products real; what has no complex form says so."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import curvature
 from curvature.terms import DenseGradients
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.rows import all_of_rows, real, rows_of, same
 
 pytestmark = pytest.mark.fast
 N, T, LOSS = 5, 8, nn.MSELoss()
@@ -64,42 +65,16 @@ def problem(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
 
 def rows(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """By backward passes of single samples."""
-    named = dict(model.named_parameters())
-    each = [torch.autograd.grad(LOSS(model(x[n : n + 1]), y[n : n + 1]), list(named.values())) for n in range(N)]
-    return {name: torch.stack([g[k] for g in each]) for k, name in enumerate(named)}
-
-
-def real(rows: dict[str, Tensor]) -> Tensor:
-    """(N, P), two columns for each complex entry."""
-    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).reshape(len(g), -1) for g in rows.values()], 1)
+    return rows_of(model, [LOSS(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)])
 
 
 @pytest.mark.parametrize("forward", FORWARD)
 def test_rows_and_their_contractions(forward: Forward) -> None:
     model, x, y = problem(forward)
     expected = rows(model, x, y)
-    flat = real(expected)
-    for _ in range(2):
-        torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), expected)
-    chunked = curvature.per_sample_gradients(model, LOSS, x, y, chunk=2)
-    torch.testing.assert_close(chunked, expected)
-    torch.testing.assert_close(curvature.per_sample_norms(model, LOSS, x, y), flat.norm(dim=1))
-    torch.testing.assert_close(curvature.per_sample_gram(model, LOSS, x, y), flat @ flat.T)
-    by_parameter = curvature.per_sample_norms_by_parameter(model, LOSS, x, y)
-    torch.testing.assert_close(by_parameter["w"], real({"w": expected["w"]}).norm(dim=1))
+    all_of_rows(model, LOSS, x, y, expected)
+    same(curvature.per_sample_gradients(model, LOSS, x, y, chunk=2), expected)
     curvature.check_gradients(model, LOSS, x, y)
-
-
-@pytest.mark.parametrize("forward", FORWARD)
-def test_clipped_gradients(forward: Forward) -> None:
-    model, x, y = problem(forward)
-    expected = rows(model, x, y)
-    norms = real(expected).norm(dim=1)
-    bound = float(norms.median())
-    found = curvature.clipped_gradient(model, LOSS, x, y, bound)
-    for name, g in expected.items():
-        weights = (bound / norms).clamp(max=1).to(g.dtype)
-        torch.testing.assert_close(found[name], torch.tensordot(weights, g, 1))
 
 
 def test_the_noise_scale() -> None:
@@ -184,3 +159,48 @@ def test_everything_else_refuses_by_name(name: str) -> None:
 def test_optimizers_refuse_by_name(make: Any) -> None:
     with pytest.raises(ValueError, match=r"w: complex"):
         make(problem(spectral)[0])
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distances": lambda f, y: (f - y).abs().sum(1).mean(),
+    "squares": lambda f, y: (f - y).abs().square().mean(),
+    "projections": lambda f, y: (f * y.conj()).real.exp().mean(),
+    "angles": lambda f, y: (1 - torch.cos(f.angle() - y.angle())).sum(1).mean(),
+}
+
+
+def of_angles() -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = Raw(lambda m, x: torch.exp(1j * m.angle) * m.up(x), up=nn.Linear(4, 3), angle=(3,)).double()
+        return model, torch.randn(6, 4).double(), torch.randn(6, 3, dtype=torch.cdouble)
+
+
+def by_backward_passes(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The Hessian, row by row."""
+    parameters = list(model.parameters())
+    gradient = torch.autograd.grad(loss(model(x), y), parameters, create_graph=True)
+    entries = torch.cat([g.flatten() for g in gradient])
+    rows = [torch.autograd.grad(g, parameters, retain_graph=True, materialize_grads=True) for g in entries]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_and_hessians_of_complex_outputs(name: str) -> None:
+    (model, x, y), loss = of_angles(), LOSSES[name]
+    all_of_rows(model, loss, x, y, rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(6)]))
+    whole = by_backward_passes(model, loss, x, y)
+    for data in ((x, y), [(x[:4], y[:4]), (x[4:], y[4:])]):
+        torch.testing.assert_close(curvature.hessian(model, loss, data).to_dense(), whole)
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_found() -> None:
+    model, x, y = of_angles()
+    with pytest.raises(ValueError, match="samples"):
+        curvature.clipped_gradient(model, lambda f, y: (f - y).abs().square().mean().sqrt(), x, y, 1.0)
+
+
+@pytest.mark.parametrize("build", [curvature.fisher_diagonal, curvature.gauss_newton, curvature.kfac])
+def test_what_needs_vectors_at_the_output_is_refused(build: Any) -> None:
+    model, x, y = of_angles()
+    with pytest.raises(ValueError, match=r"real floating point tensor.* got torch\.complex128"):
+        build(model, LOSSES["squares"], (x, y)).to_dense()

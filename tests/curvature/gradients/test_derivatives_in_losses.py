@@ -1,22 +1,26 @@
-"""Per-sample gradients of functions that differentiate the model, against loops of batch size one."""
+"""Jacobians of values, also of functions that differentiate the model, against backward passes of single values."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import curvature
 from curvature.functional import ExactNorms
 from curvature.gradients.plans import PLANS
 from curvature.preconditioners import residual_blocks
+from curvature.recording import warn_once
 from support.cases.case import Raw, randomise, seeded
 from support.differential import gradient, laplacian
 from support.oracles import derivatives as oracle_derivatives
+from support.rows import rows_of
 
 D, N = 3, 7
 
@@ -77,44 +81,26 @@ def tied() -> nn.Module:
     )  # fmt: skip
 
 
-def points() -> nn.Module:
-    """Several points a sample: a linear layer with two leading axes."""
-    return Raw(
-        lambda m, x: m.out(m.first(torch.stack([x, x.sin()], 1)).tanh()).mean(1),
-        first=nn.Linear(D, 5), out=nn.Linear(5, 1),
-    )  # fmt: skip
+# several points a sample are a linear layer with two leading axes
+several = lambda m, x: m.out(m.first(torch.stack([x, x.sin()], 1)).tanh()).mean(1)
+ends = lambda: {"first": nn.Linear(D, 5), "out": nn.Linear(5, 1)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": mlp(nn.Tanh), "silu": mlp(nn.SiLU, nn.SiLU), "softplus": mlp(nn.Softplus), "residual block": residual_block,
+    "tied": tied, "points": lambda: Raw(several, **ends()), "frozen": lambda: frozen(mlp(nn.Tanh)(), "2.weight"),
+    "weight norm": lambda: nn.Sequential(weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, D)), nn.Conv1d(1, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)
+    ),
+    "unused": lambda: Raw(lambda m, x: m.out(m.first(x).tanh()), **ends(), no=nn.Linear(2, 2)),
+    "scalar": lambda: Raw(lambda m, x: m.out((m.scale * m.first(x)).sin()), scale=(), **ends()),
+}  # fmt: skip
 
 
-def scalar() -> nn.Module:
-    return Raw(
-        lambda m, x: m.out((m.scale * m.first(x)).sin()),
-        scale=nn.Parameter(torch.tensor(1.0)), first=nn.Linear(D, 5), out=nn.Linear(5, 1),
-    )  # fmt: skip
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1))
-
-
-def convolution() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, D)), nn.Conv1d(1, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1))
-
-
-def unused() -> nn.Module:
-    return Raw(lambda m, x: m.out(m.first(x).tanh()), first=nn.Linear(D, 5), out=nn.Linear(5, 1), no=nn.Linear(2, 2))
-
-
-def frozen() -> nn.Module:
-    model = mlp(nn.Tanh)()
-    model[2].weight.requires_grad_(False)
+def frozen(model: nn.Module, name: str) -> nn.Module:
+    model.get_parameter(name).requires_grad_(False)
     return model
 
 
-MODELS = {
-    "tanh": mlp(nn.Tanh), "silu": mlp(nn.SiLU, nn.SiLU), "softplus": mlp(nn.Softplus), "residual block": residual_block,
-    "tied": tied, "points": points, "weight norm": normed, "convolution": convolution, "unused": unused,
-    "frozen": frozen, "scalar": scalar,
-}  # fmt: skip
 RESIDUALS = (mixed, biharmonic, with_target, periodic, functional, forward_mode)
 GENERAL = {"convolution"}  # some of its parameters have no rule
 
@@ -144,16 +130,6 @@ def test_rows(name: str, residual: Callable[..., Tensor], device: str):
     assert bool(general) == (name in GENERAL), general
 
 
-def test_another_order_is_not_taken_for_the_first():
-    model, x, _ = case("tanh")
-    reverse = lambda model, x: mixed(model, x).flip(0)
-    for residual in (mixed, reverse):
-        found = curvature.residual_jacobian(model, residual, x)
-    expected = oracle_derivatives.residual_jacobian(model, mixed, x)
-    for key, rows in expected.items():
-        torch.testing.assert_close(found[key], rows.flip(0))
-
-
 @pytest.mark.parametrize("name", ["index", "roll", "sorted"])
 def test_samples_in_another_order_the_second_time(name: str):
     """The same functions and shapes, but samples go elsewhere inside: what the first call learnt must not serve."""
@@ -169,11 +145,12 @@ def test_samples_in_another_order_the_second_time(name: str):
         return torch.zeros(N).double().index_add(0, order, model(x.gather(0, order[:, None].expand_as(x)))[:, 0].sin())
 
     x = x[x[:, 0].argsort()]
+    expected = oracle_derivatives.residual_jacobian(model, lambda m, x: m(x)[:, 0].sin(), x)
     for order in orders:
         found = curvature.residual_jacobian(model, lambda m, x, order=order: residual(m, x, order), x)
-        expected = oracle_derivatives.residual_jacobian(model, lambda m, x: m(x)[:, 0].sin(), x)
-        for key, rows in expected.items():
-            torch.testing.assert_close(found[key], rows)
+        torch.testing.assert_close(found, expected)
+    backwards = curvature.residual_jacobian(model, lambda m, x: m(x)[:, 0].sin().flip(0), x)  # the rows themselves
+    torch.testing.assert_close(backwards, {key: rows.flip(0) for key, rows in expected.items()})
 
 
 def test_samples_that_mix():
@@ -185,34 +162,21 @@ def test_samples_that_mix():
         return u - u.mean()
 
     found = curvature.residual_jacobian(model, centred, x)
-    named = dict(model.named_parameters())
-    values = centred(model, x.clone().requires_grad_())
-    for n in range(N):
-        expected = torch.autograd.grad(values[n], list(named.values()), retain_graph=True, materialize_grads=True)
-        for key, row in zip(named, expected, strict=True):
-            torch.testing.assert_close(found[key][n], row)
+    torch.testing.assert_close(found, rows_of(model, centred(model, x.clone().requires_grad_())))
 
 
-class Energy(nn.Module):
+def energy(m: Any, x: Tensor) -> Tensor:
     """A model that differentiates itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(nn.Tanh)()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        return gradient(self.net(x), x)
+    x = x.detach().requires_grad_()
+    return gradient(m.net(x), x)
 
 
 def test_models_that_differentiate_themselves():
     with seeded(0):
-        model, x = Energy().double(), torch.randn(N, D).double()
+        model, x = Raw(energy, net=mlp(nn.Tanh)()).double(), torch.randn(N, D).double()
     residual = lambda model, x: model(x).square().sum(1)
     expected = oracle_derivatives.residual_jacobian(model, residual, x)
-    found = curvature.residual_jacobian(model, residual, x)
-    for key, rows in expected.items():
-        torch.testing.assert_close(found[key], rows)
+    torch.testing.assert_close(curvature.residual_jacobian(model, residual, x), expected)
     with pytest.raises(ValueError, match=r"residual_jacobian\(model, residual"):
         curvature.per_sample_gradients(model, nn.MSELoss(), x, x)
     assert not any(module._forward_hooks for module in model.modules())
@@ -282,21 +246,11 @@ def test_written_out_norms_move_their_statistics_once():
     model = nn.Sequential(nn.BatchNorm1d(D), nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, track_running_stats=True))
     model, x = model.double(), torch.randn(N, D).double()
     expected = copy.deepcopy(model)
-    for _ in range(2):
-        out = expected(x)
+    for is_training in (True, True, False):
         with ExactNorms():
-            torch.testing.assert_close(model(x), out)
-    assert model.state_dict().keys() == expected.state_dict().keys()
-    for key, value in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], value)
-    with ExactNorms():
-        torch.testing.assert_close(model.eval()(x), expected.eval()(x))
-
-
-def test_what_does_not_depend_on_the_model():
-    found = curvature.residual_jacobian(LINEAR, lambda model, x: x[:, 0], X)
-    assert {name: rows.shape for name, rows in found.items()} == {"weight": (N, 1, D), "bias": (N, 1)}
-    assert not any(rows.any() for rows in found.values())
+            found = model.train(is_training)(x)
+        torch.testing.assert_close(found, expected.train(is_training)(x))
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
 
 
 @pytest.mark.parametrize("sizes", [(N, 0), (0, 3, 1), (1, 1), (1,)])
@@ -346,19 +300,6 @@ def test_rows_less_their_mean(count: int, name: str, pieces: int, device: str):
     assert (plain.to_dense() - dense).norm() > 0.1 * dense.norm()
 
 
-@pytest.mark.parametrize("width", [0.3, 2.0])
-def test_a_gaussian_in_imaginary_time(width: float):
-    """psi = exp(-a x^2 / 2) in the potential x^2 / 2 stays one: da/dt = 1 - a^2, whatever the points (M >= 2)."""
-    model = Raw(lambda m, x: -m.a * x[:, 0] ** 2 / 2, a=nn.Parameter(torch.tensor(width).double()))
-    x = torch.linspace(-1, 2, 5)[:, None].double()
-    log_psi, grad, laplacian = curvature.laplacian(model, x)
-    energy = (x[:, 0] ** 2 - laplacian - grad[:, 0] ** 2).detach() / 2
-    for values in (log_psi, log_psi[:2], torch.cat([log_psi[:1], log_psi[1:]])):
-        solver = curvature.LeastSquares(curvature.Jacobian.of(values, model).centred())
-        own = energy[: len(values)]
-        torch.testing.assert_close(solver.solve(-(own - own.mean()))["a"].item(), 1 - model.a.item() ** 2)
-
-
 def test_what_is_centred_has_no_kronecker_factors():
     model, x, _ = case("tanh")
     jacobian = curvature.Jacobian.of(mixed(model, x.requires_grad_()), model).merged()
@@ -367,9 +308,12 @@ def test_what_is_centred_has_no_kronecker_factors():
 
 
 @pytest.mark.parametrize("values", [torch.zeros(()), torch.zeros(0), torch.zeros(3, 1)], ids=["()", "(0,)", "(3, 1)"])
-def test_values_that_are_no_vector(values: Tensor):
+def test_values_that_are_no_vector_or_do_not_depend_on_the_model(values: Tensor):
     with pytest.raises(ValueError, match=r"values: expected shape \(M,\)"):
         curvature.Jacobian.of(values.requires_grad_() * 1, LINEAR)
+    found = curvature.residual_jacobian(LINEAR, lambda model, x: x[:, 0], X)
+    assert {name: rows.shape for name, rows in found.items()} == {"weight": (N, 1, D), "bias": (N, 1)}
+    assert not any(rows.any() for rows in found.values())
 
 
 LINEAR = nn.Linear(D, 1).double()
@@ -392,3 +336,88 @@ def test_refused(name: str):
     call, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         call()
+
+
+P, Q = torch.linspace(-1, 1, 14).reshape(7, 2).double(), torch.linspace(0, 2, 8).reshape(4, 2).double()
+
+
+def net() -> nn.Sequential:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def one(model: nn.Module) -> Tensor:
+    """(7,), of the model's gradient."""
+    x = P.clone().requires_grad_()
+    return gradient(model(x), x).square().sum(1)
+
+
+def two(model: nn.Module) -> Tensor:
+    """(4,)."""
+    return model(Q)[:, 0]
+
+
+def twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+# values, and the sizes of the pieces that have terms of their own
+TOGETHER: dict[str, tuple[Callable[[nn.Sequential], Tensor], list[int]]] = {
+    "nested": (lambda m: torch.cat([torch.cat([one(m), two(m)]), two(m).exp()]), [7, 4, 4]),
+    "a piece twice": (lambda m: twice(one(m)), [7, 7]),
+    "pieces twice": (lambda m: twice(torch.cat([one(m), two(m)])), [7, 4, 7, 4]),
+    "scaled afterwards": (lambda m: torch.cat([torch.cat([one(m), two(m)]) / 3, two(m)]), [11, 4]),
+    "a constant piece": (lambda m: torch.cat([torch.ones(2).double(), one(m)]), [9]),
+    "a piece without parameters": (lambda m: torch.cat([P[:2, 0].clone().requires_grad_() * 2, one(m)]), [2, 7]),
+    "a parameter": (lambda m: torch.cat([one(m), m[0].bias, m[2].bias]), [7, 5, 5]),
+    "a parameter alone": (lambda m: m[2].bias, [5]),
+    "a parameter and a constant of its size": (
+        lambda m: torch.cat([torch.zeros(5).double().requires_grad_(), m[0].bias]), [5, 5]
+    ),
+    "penalties": (lambda m: torch.cat([one(m), *(0.1 * p.flatten() for p in m.parameters())]), [7, 10, 5, 25, 5, 5, 1]),
+    "along another axis": (lambda m: torch.cat([m(P), m(P) ** 2], 1).flatten(), [14]),
+    "matrices": (lambda m: torch.cat([m(P), m(Q)])[:, 0], [11]),
+    "stacked": (lambda m: torch.stack([one(m), one(m).exp()], 1)[:, 0], [7]),
+    "exchanged": (lambda m: torch.cat([one(m), two(m)])[torch.arange(11).flip(0)], [11]),
+    "expanded": (lambda m: two(m).sum().expand(3), [3]),
+    "mixed precision": (lambda m: torch.cat([one(m).float(), two(m)]), [7, 4]),
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", TOGETHER)
+def test_values_put_together_in_all_kinds_of_ways(name: str):
+    """Twice: what the first call learnt serves the second."""
+    model, (make, sizes) = net(), TOGETHER[name]
+    for _ in range(2):
+        values = make(model)
+        jacobian = curvature.Jacobian.of(values, model)
+        expected = oracle_derivatives.rows(values, model)
+        assert [size for size, _ in jacobian.parts] == sizes
+        torch.testing.assert_close(jacobian.to_dense(), expected)
+        torch.testing.assert_close(jacobian.gram(), expected @ expected.T)
+
+
+def test_pieces_of_pieces_have_rules(caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, "curvature")
+    model = net()
+    curvature.Jacobian.of(TOGETHER["nested"][0](model), model)
+    assert not caplog.records
+
+
+def test_a_table_read_at_random_is_learnt_once():
+    table = nn.Parameter(torch.randn(20, 3).double())
+    model = Raw(lambda m, index: m.table[index].sin().sum(1), table=table)
+    for seed in range(3):
+        with seeded(seed):
+            values = model(torch.randint(20, (7,)))
+        expected = oracle_derivatives.rows(values, model)
+        torch.testing.assert_close(curvature.Jacobian.of(values, model).to_dense(), expected)
+    assert len(PLANS[model]) == 1
+
+
+def test_values_without_gradients():
+    model = net()
+    with torch.no_grad(), pytest.raises(ValueError, match="values: they were computed without gradients"):
+        curvature.Jacobian.of(two(model), model)

@@ -1,7 +1,8 @@
-"""Per-sample gradients without rules: each of the two ways alone, and which one is taken."""
+"""Per-sample gradients without rules: each way alone, which is taken, and parameters of computed tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import curvature
 from curvature.gradients import general_path, jacobian_products
 from curvature.gradients.batch import Batch
 from curvature.gradients.plans import PLANS
+from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
 from support.oracles import brute_force as oracle
+from support.rows import all_of_rows
+from support.training import train
 
 pytestmark = pytest.mark.fast
 
@@ -92,3 +96,64 @@ def test_a_module_that_is_cast_in_the_forward_pass(cast: str, name: str) -> None
 
 def cast_to(cast: str) -> torch.dtype:
     return torch.float32 if cast == "float" else torch.float64
+
+
+N, LOSS = 6, nn.MSELoss()
+
+
+def by_distance(m: Any, x: Tensor) -> Tensor:
+    """Distances to prototypes, and scores by projected prototypes."""
+    return torch.cdist(x[:, None], m.E[None])[:, 0] + x @ (m.E @ m.P).T
+
+
+def by_function(m: Any, x: Tensor) -> Tensor:
+    """The user's own function, and a weight that another parameter masks."""
+    return Doubled.apply(x, m.E[:1]).sum(1, keepdim=True) + x @ (m.E * m.P[0].sigmoid()).T
+
+
+def by_two_weights(m: Any, x: Tensor) -> Tensor:
+    """Two computed weights, one of them computed from the other."""
+    first = m.E @ m.P
+    return torch.cdist(x[:, None], m.E[None])[:, 0] + x @ first.T + x.tanh() @ (first * m.E.exp()).T
+
+
+def by_slice(m: Any, x: Tensor) -> Tensor:
+    """One that a computed weight has only some rows of."""
+    weight = torch.cat([m.E[:2] @ m.P, m.P[:3]])
+    return torch.cdist(x[:, None], m.E[None])[:, 0] + x @ weight.T
+
+
+MODELS = [by_distance, by_function, by_two_weights, by_slice]
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def computed(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = Raw(forward, E=(5, 4), P=(4, 4)).double()
+        return model, torch.randn(N, 4).double(), torch.randn(N, 5).double()
+
+
+@pytest.mark.parametrize("forward", MODELS)
+def test_rows_and_what_is_made_of_them_are_right_at_every_call(forward: Forward) -> None:
+    model, x, y = computed(forward)
+    all_of_rows(model, LOSS, x, y, oracle.per_sample_gradients(model, LOSS, x, y))
+    assert all("E" in plan.general for plan in PLANS[model].values()), "the case is none"
+
+
+@pytest.mark.parametrize("forward", MODELS)
+@pytest.mark.parametrize("build", [curvature.fisher_diagonal, curvature.fisher_blocks, curvature.gauss_newton])
+def test_matrices_of_several_batches_are_those_of_one(forward: Forward, build: Any) -> None:
+    model, x, y = computed(forward)
+    diagonal = torch.diagonal(oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton)
+    for data in [[(x[:3], y[:3]), (x[3:], y[3:])], (x, y)]:
+        found = build(model, LOSS, data)
+        entries = found if isinstance(found, dict) else {"": found.to_dense().diagonal()}
+        torch.testing.assert_close(torch.cat([v.flatten() for v in entries.values()]), diagonal)
+
+
+@pytest.mark.parametrize("forward", MODELS)
+@pytest.mark.parametrize("make", [KFAC, NaturalGradient])
+def test_optimizers_go_on_after_the_first_step(forward: Forward, make: Any) -> None:
+    model, x, y = computed(forward)
+    losses = train(model, make(model), LOSS, x, y, 6)
+    assert losses[-1] < losses[0]

@@ -11,9 +11,11 @@ from torch import nn
 import curvature
 from curvature.recording import Tape, record_call
 from support.cases.case import Raw
+from support.combinations import member
 from support.oracles import brute_force
 
 N = 6
+ENTROPY = nn.CrossEntropyLoss()
 GRAPH = torch.rand(N, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
 
 
@@ -81,16 +83,22 @@ APART = {
     "position": lambda: Raw(lambda m, x: m.b(m.a(x) + m.p), p=(5,), **layers()),
 }
 FUNCTIONS = {
-    "per_sample_gradients": lambda *a: curvature.per_sample_gradients(*a),
-    "per_sample_norms": lambda *a: curvature.per_sample_norms(*a),
-    "per_sample_gram": lambda *a: curvature.per_sample_gram(*a),
+    "per_sample_gradients": curvature.per_sample_gradients,
+    "per_sample_norms": curvature.per_sample_norms,
+    "per_sample_gram": curvature.per_sample_gram,
     "clipped_gradient": lambda *a: curvature.clipped_gradient(*a, 1.0),
-    "per_sample_fisher_diagonals": lambda *a: curvature.per_sample_fisher_diagonals(*a),
-    "empirical_fisher": lambda m, f, x, y: curvature.empirical_fisher(m, f, (x, y)).to_dense(),
-    "kfac": lambda m, f, x, y: curvature.kfac(m, f, (x, y)),
-    "ekfac": lambda m, f, x, y: curvature.ekfac(m, f, (x, y)),
-    "laplace": lambda m, f, x, y: curvature.laplace(m, f, (x, y)),
+    "per_sample_fisher_diagonals": curvature.per_sample_fisher_diagonals,
+    "empirical_fisher": lambda *a: curvature.empirical_fisher(*a).to_dense(),
+    "kfac": curvature.kfac,
+    "ekfac": curvature.ekfac,
+    "laplace": curvature.laplace,
 }
+two_functions = pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+
+
+def refuse(function, model, x, y, said="the output of a sample changes"):
+    with pytest.raises(ValueError, match=said):
+        FUNCTIONS[function](model, ENTROPY, x, y)
 
 
 def prepared(make):
@@ -101,16 +109,13 @@ def prepared(make):
 
 @pytest.mark.parametrize("name", MEETING)
 def test_gradients_of_samples_that_meet_are_refused_by_name(name):
-    model, x, y = prepared(MEETING[name])
-    with pytest.raises(ValueError, match=r"(\b[ab]|mix|model): the output of a sample changes.*gauss_newton\(\)"):
-        curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+    said = r"(\b[ab]|mix|model): the output of a sample changes.*gauss_newton\(\)"
+    refuse("per_sample_gradients", *prepared(MEETING[name]), said)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_all_that_is_defined_by_samples_is_refused(function):
-    model, x, y = prepared(MEETING["centred"])
-    with pytest.raises(ValueError, match="the output of a sample changes"):
-        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    refuse(function, *prepared(MEETING["centred"]))
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "laplace"])
@@ -126,17 +131,13 @@ def test_losses_in_which_samples_meet_are_refused(function):
 def test_samples_that_do_not_meet_are_not_refused(name):
     model, x, y = prepared(APART[name])
     before = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-    rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+    rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before[0], strict=True))
     assert torch.equal(torch.get_rng_state(), before[1])
     if "draws" not in name and name != "dropout":
-        expected = brute_force.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+        expected = brute_force.per_sample_gradients(model, ENTROPY, x, y)
         for key, row in rows.items():
             torch.testing.assert_close(row, expected[key])
-
-
-def in_groups(size):
-    return lambda x: x.unflatten(0, (-1, size)).roll(1, 1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("count", range(2, 10))
@@ -145,14 +146,14 @@ def test_every_sample_is_asked(count):
     torch.manual_seed(count)
     x, y = torch.randn(count, 4, dtype=torch.float64), torch.randint(3, (count,))
     x[count // 2] *= 10  # it alone knows the largest entry
+    in_groups = lambda size: lambda x: x.unflatten(0, (-1, size)).roll(1, 1).flatten(0, 1)
     partners = {f"groups of {k}": in_groups(k) for k in range(2, count + 1) if count % k == 0}
     partners |= {"turned round": lambda x: x.flip(0), "the largest": lambda x: x.abs().amax().expand_as(x)}
     partners |= {f"moved by {k}": lambda x, k=k: x.roll(k, 0) for k in (1, -1, count // 2)}
     for name, partner in partners.items():
         model = Raw(lambda m, x, partner=partner: m.b(m.a(0.6 * x + 0.4 * partner(x)).tanh()), **layers()).double()
-        with pytest.raises(ValueError, match="the output of a sample changes"):
-            curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
-            pytest.fail(name)
+        with member(name):
+            refuse("per_sample_gradients", model, x, y)
 
 
 def sorted_sequences(m, x):
@@ -163,11 +164,9 @@ def sorted_sequences(m, x):
 
 
 def test_samples_in_an_order():
-    model = Raw(sorted_sequences, mix=nn.RNN(1, 5), **layers()).double()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    x[:, 0] = torch.tensor([4.0, 3.0, 3.0, 2.0, 1.0])
-    with pytest.raises(ValueError, match="the output of a sample changes"):
-        curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, torch.randint(3, (5,)))
+    model, x, y = prepared(lambda: Raw(sorted_sequences, mix=nn.RNN(1, 5), **layers()))
+    x[:, 0] = torch.tensor([4.0, 3.0, 3.0, 2.0, 1.0, 1.0])
+    refuse("per_sample_gradients", model, x, y)
 
 
 MIXING = {
@@ -181,14 +180,12 @@ MIXING = {
 @pytest.mark.parametrize("function", ["per_sample_gradients", "kfac", "empirical_fisher"])
 def test_a_hook_that_mixes_samples_after_the_first_call(name, function):
     model, x, y = prepared(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-    call = lambda: FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
-    call()
+    FUNCTIONS[function](model, ENTROPY, x, y)
     hook = model.register_forward_pre_hook(lambda m, args: MIXING[name](*args))
     for _ in range(2):
-        with pytest.raises(ValueError, match="the output of a sample changes"):
-            call()
+        refuse(function, model, x, y)
     hook.remove()
-    call()
+    FUNCTIONS[function](model, ENTROPY, x, y)
 
 
 NUMBERS = {
@@ -202,18 +199,16 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+@two_functions
 def test_a_number_that_alone_mixes_samples(name, function):
     """At the input, where no graph of autograd says it."""
     mix, before, after = NUMBERS[name]
     model, x, y = prepared(lambda: Raw(lambda m, x: m.b(m.a(mix(x, m.number)).tanh()), **layers()))
     for model.number in (before, after, before):
-        call = lambda: FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
         if model.number is before:
-            call()
+            FUNCTIONS[function](model, ENTROPY, x, y)
         else:
-            with pytest.raises(ValueError, match="the output of a sample changes"):
-                call()
+            refuse(function, model, x, y)
 
 
 def test_numbers_that_move_nothing_are_not_asked_about():
@@ -223,7 +218,7 @@ def test_numbers_that_move_nothing_are_not_asked_about():
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     counts = []
     for model.scale in (0.5, 0.25, 0.7):
-        curvature.per_sample_norms(model, nn.CrossEntropyLoss(), x, y)
+        curvature.per_sample_norms(model, ENTROPY, x, y)
         counts.append(passes.count(False))
     assert counts[0] and len(set(counts)) == 1
 
@@ -241,26 +236,12 @@ def by_index(m, x):
     return m.b(h.index_put((marked,), h[marked] - h[marked].mean(0)))
 
 
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+@two_functions
 def test_a_batch_in_which_no_expert_is_full(function):
     model, x, y = prepared(lambda: Raw(by_capacity, **layers()))
     model.capacity = N - 1
     x[:, 0] = torch.tensor([1.0, -1] * (N // 2))
-    with pytest.raises(ValueError, match="the output of a sample changes"):
-        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
-
-
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
-def test_an_index_by_which_samples_meet_in_a_later_batch(function):
-    model, x, y = prepared(lambda: Raw(by_index, **layers()))
-    x[:, 0] = -1
-    alone, all_marked = x.clone(), x.clone()
-    FUNCTIONS[function](model, nn.CrossEntropyLoss(), alone, y)
-    all_marked[:, 0] = 1
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the output of a sample changes"):
-            FUNCTIONS[function](model, nn.CrossEntropyLoss(), all_marked, y)
-        FUNCTIONS[function](model, nn.CrossEntropyLoss(), alone, y)
+    refuse(function, model, x, y)
 
 
 def by_capacity_of_tokens(m, x):
@@ -272,17 +253,21 @@ def by_capacity_of_tokens(m, x):
     return m.b(h.unflatten(0, (-1, 2)).sum(1))
 
 
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
-def test_experts_that_are_full_in_a_later_batch(function):
-    """In the first one each sample sends as many tokens to one expert as to the other: so do copies of it."""
-    model, x, y = prepared(lambda: Raw(by_capacity_of_tokens, c=nn.Linear(2, 5), b=nn.Linear(5, 3)))
-    even, full = x.clone(), x.clone()
-    even[:, ::2] = torch.tensor([1.0, -1.0])
-    full[:, ::2] = torch.tensor([1.0, -1.0]) * torch.tensor([1.0, 0, 1, 0, 1, 0])[:, None] + 0.5
+@pytest.mark.parametrize("forward", [by_index, by_capacity_of_tokens])
+@two_functions
+def test_samples_that_meet_in_a_later_batch(function, forward):
+    """By an index; by experts: at first each sample sends as many tokens to one as to the other, and so do copies."""
+    model, x, y = prepared(lambda: Raw(forward, c=nn.Linear(2, 5), **layers()))
+    model = model if forward is by_index else Raw(forward, c=model.c, b=model.b)
+    alone, meeting = x.clone(), x.clone()
+    if forward is by_index:
+        alone[:, 0], meeting[:, 0] = -1, 1
+    else:
+        alone[:, ::2] = torch.tensor([1.0, -1.0])
+        meeting[:, ::2] = torch.tensor([1.0, -1.0]) * torch.tensor([1.0, 0, 1, 0, 1, 0])[:, None] + 0.5
     for _ in range(2):
-        FUNCTIONS[function](model, nn.CrossEntropyLoss(), even, y)
-        with pytest.raises(ValueError, match="the output of a sample changes"):
-            FUNCTIONS[function](model, nn.CrossEntropyLoss(), full, y)
+        FUNCTIONS[function](model, ENTROPY, alone, y)
+        refuse(function, model, meeting, y)
 
 
 def test_a_loop_of_another_length_is_not_asked_again():
@@ -298,53 +283,43 @@ def test_a_loop_of_another_length_is_not_asked_again():
     passes = []
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for model.times in (4, 9, 2, 4, 3):
-        rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+        rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
         assert passes.count(False) == 5
         torch.testing.assert_close(
             rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
         )
 
 
-def counting(m, x):
-    m.count += 1
-    return m.b(m.a(x).tanh() * (1 + m.count / 100))
-
-
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
+@two_functions
 def test_a_forward_pass_that_counts(function):
     """With a plain number no two passes are alike, whatever the samples do; a buffer begins anew."""
+
+    def counting(m, x):
+        m.count += 1
+        return m.b(m.a(x).tanh() * (1 + m.count / 100))
+
     model, x, y = prepared(lambda: Raw(counting, **layers()))
     model.count = 0
-    with pytest.raises(ValueError, match=r"model: two passes over the same batch differ.*counter.*buffer"):
-        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    refuse(function, model, x, y, r"model: two passes over the same batch differ.*counter.*buffer")
     del model.count
     model.register_buffer("count", torch.zeros(()))
-    FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+    FUNCTIONS[function](model, ENTROPY, x, y)
     assert not model.count
 
 
-class OwnLoss(nn.Module):
+def own_loss(m, inputs, labels):
     """As the classifiers of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.l = nn.Linear(4, 3)
-
-    def forward(self, inputs, labels):
-        logits = self.l(inputs)
-        return SimpleNamespace(loss=F.cross_entropy(logits, labels), logits=logits)
+    return SimpleNamespace(loss=F.cross_entropy(m.l(inputs), labels), logits=m.l(inputs))
 
 
 def test_a_model_that_returns_its_own_loss():
-    torch.manual_seed(0)
-    model, x, y = OwnLoss().double(), torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+    model, x, y = prepared(lambda: Raw(own_loss, l=nn.Linear(4, 3)))
     data, loss = {"inputs": x, "labels": y}, lambda output, target: output.loss
-    expected = curvature.per_sample_gradients(model.l, nn.CrossEntropyLoss(), x, y)
+    expected = curvature.per_sample_gradients(model.l, ENTROPY, x, y)
     rows = curvature.per_sample_gradients(model, loss, data, None)
-    for name, own in expected.items():
-        torch.testing.assert_close(rows[f"l.{name}"], own)
+    torch.testing.assert_close(rows, {f"l.{name}": own for name, own in expected.items()})
     norms = curvature.per_sample_norms(model, loss, data, None)
-    torch.testing.assert_close(norms, curvature.per_sample_norms(model.l, nn.CrossEntropyLoss(), x, y))
+    torch.testing.assert_close(norms, curvature.per_sample_norms(model.l, ENTROPY, x, y))
     for builder in (curvature.gauss_newton, curvature.hessian, curvature.kfac, curvature.fisher_diagonal):
         with pytest.raises(ValueError, match="loss: .*no attribute 'loss'.*pass the labels as y"):
             found = builder(model, loss, (data, None))

@@ -15,6 +15,7 @@ from torch import distributions as D
 import curvature
 from support.cases.case import Raw, seeded
 from support.combinations import member
+from support.rows import all_of_rows, rows_of, same
 
 pytestmark = pytest.mark.fast
 N = 5
@@ -92,19 +93,7 @@ def problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_loss_of_such_an_output_has_rows_and_all_that_is_made_of_them(name: str) -> None:
     model, loss, x, y = problem(name)
-    named = dict(model.named_parameters())
-    values = [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)]
-    each = [torch.autograd.grad(value, list(named.values()), materialize_grads=True) for value in values]
-    expected = {key: torch.stack([g[k] for g in each]) for k, key in enumerate(named)}
-    flat = torch.cat([g.flatten(1) for g in expected.values()], 1)
-    for _ in range(2):
-        torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
-    torch.testing.assert_close(curvature.per_sample_norms(model, loss, x, y), flat.norm(dim=1))
-    torch.testing.assert_close(curvature.per_sample_gram(model, loss, x, y), flat @ flat.T)
-    bound = float(flat.norm(dim=1).median())
-    found = curvature.clipped_gradient(model, loss, x, y, bound)
-    weights = (bound / flat.norm(dim=1)).clamp(max=1)
-    torch.testing.assert_close(torch.cat([g.flatten() for g in found.values()]), weights @ flat)
+    all_of_rows(model, loss, x, y, rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)]))
 
 
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "more than logits"])
@@ -122,53 +111,34 @@ OPAQUE = {"normal", "independent", "multivariate", "mixture", "categorical", "be
           "one of each sample"}  # fmt: skip
 
 
-def noisy_problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
-    model, loss, x, y = problem(name)
-    noisy = Raw(lambda m, x: m.inner(F.dropout(x, 0.5)), inner=model).double()
-    return noisy, loss, x, y
-
-
-@pytest.mark.parametrize("name", [name for name in OUTPUTS if name not in OPAQUE])
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_rows_are_of_the_pass_of_the_same_seed(name: str) -> None:
-    model, loss, x, y = noisy_problem(name)
-    inner, named = model.inner, dict(model.named_parameters())
+    """Or are refused, where nobody can tell the samples of the output apart."""
+    inner, loss, x, y = problem(name)
+    model = Raw(lambda m, x: m.inner(F.dropout(x, 0.5)), inner=inner).double()
+    if name in OPAQUE:
+        said = r"draws random numbers.*(Normal|Independent|Multi|Mixture|Cat|Bern|Bare|shape)"
+        with pytest.raises(ValueError, match=said):
+            curvature.per_sample_gradients(model, loss, x, y)
+        return
     for _ in range(2):
         with seeded(3):
             rows = curvature.per_sample_gradients(model, loss, x, y)
         with seeded(3):
             h = F.dropout(x, 0.5)
-        for n in range(N):
-            value = loss(inner(h[n : n + 1]), y[n : n + 1])
-            own = torch.autograd.grad(value, list(named.values()), materialize_grads=True)
-            torch.testing.assert_close([rows[key][n] for key in named], list(own))
+        same(rows, rows_of(model, [loss(inner(h[n : n + 1]), y[n : n + 1]) for n in range(N)]))
 
 
-@pytest.mark.parametrize("name", sorted(OPAQUE))
-def test_random_outputs_of_unknown_parts_are_refused(name: str) -> None:
-    model, loss, x, y = noisy_problem(name)
-    with pytest.raises(
-        ValueError, match=r"draws random numbers.*(Normal|Independent|Multi|Mixture|Cat|Bern|Bare|shape)"
-    ):
-        curvature.per_sample_gradients(model, loss, x, y)
-
-
-class Growing(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Any:
-        self.scale.mul_(1.5)
-        return self.inner(x * self.scale.clone())
+def growing(m: Any, x: Tensor) -> Any:
+    m.scale.mul_(1.5)
+    return m.inner(x * m.scale.clone())
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_rows_are_from_the_buffers_that_there_are(name: str) -> None:
-    model, loss, x, y = problem(name)
-    expected = curvature.per_sample_gradients(model, loss, 1.5 * x, y)
-    growing = Growing(model).double()
+    inner, loss, x, y = problem(name)
+    expected = curvature.per_sample_gradients(inner, loss, 1.5 * x, y)
+    model = Raw(growing, inner=inner, scale=torch.ones(())).double()
     for _ in range(2):
-        rows = curvature.per_sample_gradients(growing, loss, x, y)
-        torch.testing.assert_close({key.removeprefix("inner."): g for key, g in rows.items()}, expected)
-        assert float(growing.scale) == 1
+        same(curvature.per_sample_gradients(model, loss, x, y), {f"inner.{key}": g for key, g in expected.items()})
+        assert float(model.scale) == 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import curvature
+import curvature.gradients.per_sample
 from curvature.gradients.plans import PLANS
-from support.cases.case import Case, seeded
+from support.cases.case import Case, Raw, seeded
 from support.cases.catalogue import CASES, CATALOGUE, EXACT_OR_REFUSED, REFUSED, WITHOUT_RULE
 from support.combinations import member
 from support.oracles import brute_force as oracle
@@ -102,14 +104,6 @@ def test_gradients_norms_and_gram(case: Case, device):
     assert any(plan.general for plan in PLANS.get(model, {}).values()) == (case.id in WITHOUT_RULE)
 
 
-@each(CASES[::9])
-def test_check(case: Case, device):
-    """What it compares is tested above: here, that it is content."""
-    model, loss = case.build(device)
-    for seed in (1, 2):
-        compute("check_gradients", case, model, loss, *case.batch(model, seed=seed))
-
-
 @each(CATALOGUE["models"])
 def test_single_precision(case: Case, device, monkeypatch):
     """In full: TF32, torch's own choice for convolutions, rounds the loop too."""
@@ -150,16 +144,11 @@ def small(device: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x.to(device, torch.float64), y.to(device, torch.float64)
 
 
-@each_quantity
-def test_unreduced_loss_is_refused(quantity: str, device):
-    model, x, y = small(device)
-    with unchanged(model, x, y), pytest.raises(ValueError, match="reduction"):
-        getattr(curvature, quantity)(model, nn.MSELoss(reduction="none"), x, y)
-
-
 def test_empty_batches(device):
     """Poisson sampling draws them. The model is not called: many layers refuse an empty batch."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), Scale()).to(device)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), Raw(lambda m, x: m.scale * x, scale=())
+    ).to(device)
     batch = torch.empty(0, 1, 4, 4, device=device), torch.empty(0, dtype=torch.long, device=device)
     loss = nn.CrossEntropyLoss()
     found = curvature.per_sample_gradients(model, loss, *batch)
@@ -177,60 +166,39 @@ def test_empty_batches(device):
     )
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * x
-
-
 @each_quantity
-def test_sizes_that_disagree_are_refused(quantity: str, device):
+def test_refused(quantity: str, device):
+    """An unreduced loss, sizes that disagree, and a model without a trainable parameter."""
     model, x, y = small(device)
-    for loss in (nn.MSELoss(), F.mse_loss):
-        with unchanged(model, x, y), pytest.raises(ValueError):
-            getattr(curvature, quantity)(model, loss, x, y[:5])
-
-
-@each_quantity
-def test_model_without_trainable_parameter_is_refused(quantity: str, device):
-    model, x, y = small(device)
+    function = getattr(curvature, quantity)
+    with unchanged(model, x, y):
+        with pytest.raises(ValueError, match="reduction"):
+            function(model, nn.MSELoss(reduction="none"), x, y)
+        for loss in (nn.MSELoss(), F.mse_loss):
+            with pytest.raises(ValueError):
+                function(model, loss, x, y[:5])
     model.requires_grad_(False)
     with unchanged(model, x, y), pytest.raises(ValueError):
-        getattr(curvature, quantity)(model, nn.MSELoss(), x, y)
+        function(model, nn.MSELoss(), x, y)
 
 
-@each_quantity
-def test_sample_dim_is_an_option(quantity: str):
-    option = inspect.signature(getattr(curvature, quantity)).parameters["sample_dim"]
-    assert option.default == 0
-
-
-class Failing(nn.Module):
-    """Raises when told to, in the middle of the forward pass."""
-
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ArithmeticError("forward")
-        return x
+def fail(*_: Any) -> Any:
+    raise ArithmeticError("on purpose")
 
 
 @each_quantity
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_nothing_is_left_by_a_failing_model(quantity: str, calls_before: int, device):
+def test_nothing_is_left_by_a_failing_model_or_loss(quantity: str, calls_before: int, device):
     model, x, y = small(device)
-    model.insert(2, Failing())
     function = getattr(curvature, quantity)
     for _ in range(calls_before):
         function(model, nn.MSELoss(), x, y)
-    model[2].fails = True
-    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="forward"):
+    hook = model[1].register_forward_hook(fail)  # in the middle of the forward pass
+    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="on purpose"):
         function(model, nn.MSELoss(), x, y)
-    model[2].fails = False
+    hook.remove()
+    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="on purpose"):
+        function(model, fail, x, y)
     assert_rows(
         curvature.per_sample_gradients(model, nn.MSELoss(), x, y),
         oracle.per_sample_gradients(model, nn.MSELoss(), x, y),
@@ -238,28 +206,16 @@ def test_nothing_is_left_by_a_failing_model(quantity: str, calls_before: int, de
 
 
 @each_quantity
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_nothing_is_left_by_a_failing_loss(quantity: str, calls_before: int, device):
+def test_what_is_given_is_left_alone(quantity: str, device):
+    """The gradient of the input, and the statistics that an instance norm in training mode moves."""
     model, x, y = small(device)
-    function = getattr(curvature, quantity)
-
-    def failing(output: Tensor, target: Tensor) -> Tensor:
-        raise ArithmeticError("loss")
-
-    for _ in range(calls_before):
-        function(model, nn.MSELoss(), x, y)
-    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="loss"):
-        function(model, failing, x, y)
-
-
-@each_quantity
-def test_gradient_of_the_input_is_left_alone(quantity: str, device):
-    model, x, y = small(device)
+    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True).to(device, torch.float64)
+    model = nn.Sequential(*model, nn.Unflatten(1, (3, 1)), nn.ConstantPad1d((0, 2), 0.5), norm)
     x.requires_grad_()
-    expected = oracle.per_sample_gradients(model, nn.MSELoss(), x, y)
+    y = y[:, :, None].expand(-1, -1, 3)
     with unchanged(model, x, y):
         value = getattr(curvature, quantity)(model, nn.MSELoss(), x, y)
-    ASSERTIONS[quantity](value, expected)
+    ASSERTIONS[quantity](value, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES[:3])
@@ -278,45 +234,25 @@ def test_dropout_leaves_the_random_state(quantity: str, device):
             torch.testing.assert_close(value[name].sum(0), parameter.grad)
 
 
-@each_quantity
-def test_running_statistics_are_left_alone(quantity: str, device):
-    """Instance normalisation has rows in training mode too, but a forward pass moves its statistics."""
-    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
-    model.to(device, torch.float64)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    x, y = torch.randn(4, 2, 6, dtype=torch.float64), torch.randn(4, 3, 5, dtype=torch.float64)
-    getattr(curvature, quantity)(model, nn.MSELoss(), x.to(device), y.to(device))
-    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
-
-
-def test_losses_may_change_between_calls(device):
-    """Nothing of one loss or model is kept for the next."""
+def test_losses_and_models_may_change_between_calls(device):
+    """Other losses, new values, a frozen layer, another layer in the place of one, evaluation mode: each is seen."""
     model, x, y = small(device)
-    for loss in (nn.MSELoss(), nn.L1Loss(reduction="sum"), F.huber_loss, nn.MSELoss(reduction="sum")):
-        rows = curvature.per_sample_gradients(model, loss, x, y)
-        assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
-
-
-def test_model_may_change_between_calls(device):
-    """New values, a frozen layer, another layer in the place of one, evaluation mode: each is seen."""
-    model, x, y = small(device)
-    loss = nn.MSELoss()
 
     def changes() -> Any:
-        yield
+        yield from (nn.L1Loss(reduction="sum"), F.huber_loss, nn.MSELoss(reduction="sum"), nn.MSELoss())
         torch.nn.init.ones_(model[0].weight)
-        yield
+        yield nn.MSELoss()
         model[0].weight.requires_grad_(False)
-        yield
+        yield nn.MSELoss()
         model[0].weight.requires_grad_(True)
         model[1] = nn.ReLU(inplace=True)
-        yield
+        yield nn.MSELoss()
         model[2] = nn.Linear(5, 3, bias=False).to(device, torch.float64)
-        yield
+        yield nn.MSELoss()
         model.append(nn.LayerNorm(3).to(device, torch.float64)).eval()
-        yield
+        yield nn.MSELoss()
 
-    for _ in changes():
+    for loss in changes():
         rows = curvature.per_sample_gradients(model, loss, x, y)
         assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
 
@@ -333,19 +269,11 @@ def test_structure_is_learnt_once_per_shape(monkeypatch):
 
 def test_a_recurrent_layer_under_checkpointing_is_not_mistaken_for_its_loop():
     """The fused kernel runs again in the backward pass; taking its tensors for the loop's would go unnoticed."""
-    lstm, head = nn.LSTM(3, 4, batch_first=True).double(), nn.Linear(4, 2).double()
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = lstm, head
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=False)[:, -1])
-
+    run = lambda m, x: m.head(checkpoint(lambda x: m.lstm(x)[0], x, use_reentrant=False)[:, -1])
+    model = Raw(run, lstm=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 2)).double()
     x, y = torch.randn(5, 3, 3).double(), torch.randn(5, 2).double()
-    rows = curvature.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y)
-    assert_rows(rows, oracle.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y))
+    rows = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
+    assert_rows(rows, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
 
 
 def test_second_call_under_autocast_repeats_the_first():
@@ -356,3 +284,87 @@ def test_second_call_under_autocast_repeats_the_first():
     for name, g in first.items():
         assert g.dtype == second[name].dtype == torch.float32
         assert torch.equal(g, second[name])
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def sinh(m: Any, x: Tensor) -> Tensor:
+    """A parameter that takes the general path."""
+    return torch.einsum("nc,c,c->nc", x, m.w, m.w).sinh()
+
+
+def deep(*layers: nn.Module, size: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
+    last = Raw(sinh, w=nn.Parameter(torch.rand(4))), nn.Linear(4, 3)
+    return nn.Sequential(*layers, *last).double(), torch.randn(7, 1, size, size).double(), torch.randint(3, (7,))
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        return deep(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 20])
+def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem()
+    sizes: list[int] = []
+    kept = curvature.gradients.per_sample.contracted
+    counted = lambda batch, contract: sizes.append(batch.count) or kept(batch, contract)
+    monkeypatch.setattr(curvature.gradients.per_sample, "contracted", counted)
+    found = curvature.per_sample_gradients(model, LOSS, x, y, chunk=chunk)
+    torch.testing.assert_close(found, oracle.per_sample_gradients(model, LOSS, x, y))
+    assert set(sizes) == {min(chunk, 7)} and not any(g.requires_grad for g in found.values())
+    assert len(curvature.per_sample_gradients(model, LOSS, x[:0], y[:0], chunk=chunk)["0.weight"]) == 0
+
+
+@pytest.mark.parametrize("most", [0, 1 << 22])
+def test_backprops_are_contracted_as_they_arrive(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a known plan, in portions of one layer or all together, some samples of a norm at a time."""
+    monkeypatch.setattr("curvature.gradients.per_sample.WAITING_BYTES", most)
+    monkeypatch.setattr("curvature.layers.normalisation.CACHED_ELEMENTS", 1)
+    with seeded(0):
+        model, x, y = deep(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4), size=4)
+    portions: list[int] = []
+    kept = curvature.gradients.per_sample.precise_terms
+    counted = lambda tape, backprops, *rest: (
+        portions.append(sum(b is not None for b in backprops)) or kept(tape, backprops, *rest)
+    )
+    monkeypatch.setattr(curvature.gradients.per_sample, "precise_terms", counted)
+    wanted = oracle.per_sample_gradients(model, LOSS, x, y)
+    curvature.per_sample_norms(model, LOSS, x, y)
+    portions.clear()
+    torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), wanted)
+    assert (max(portions) == 1) == (most == 0)
+    torch.testing.assert_close(curvature.per_sample_norms(model, LOSS, x, y), oracle.norms(wanted))
+
+
+def test_results_go_where_they_are_sent(tmp_path: Path) -> None:
+    model, x, y = problem()
+    wanted = oracle.per_sample_gradients(model, LOSS, x, y)
+    files = {
+        name: np.lib.format.open_memmap(tmp_path / f"{name}.npy", mode="w+", dtype="float64", shape=tuple(g.shape))
+        for name, g in wanted.items()
+    }
+    tensors = {name: torch.zeros_like(g, dtype=torch.float32) for name, g in wanted.items()}
+    found = curvature.per_sample_gradients(model, LOSS, x, y, chunk=3, out=files)
+    alone = curvature.per_sample_gradients(model, LOSS, x, y, out=tensors)
+    for name, g in wanted.items():
+        files[name].flush()
+        np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), g.numpy(), atol=1e-14)
+        torch.testing.assert_close(found[name], g)
+        assert alone[name] is tensors[name]
+        torch.testing.assert_close(tensors[name], g.float())
+
+
+def test_chunks_and_memory_that_are_refused() -> None:
+    model, x, y = problem()
+    right = {name: torch.empty(7, *p.shape) for name, p in model.named_parameters()}
+    call = lambda **options: curvature.per_sample_gradients(model, LOSS, x, y, **options)
+    with pytest.raises(ValueError, match="chunk: expected a number of samples, found 0"):
+        call(chunk=0)
+    with pytest.raises(ValueError, match=r"out: expected 4\.bias of shape \(7, 3\), found \(6, 3\)"):
+        call(out=right | {"4.bias": torch.empty(6, 3)})
+    with pytest.raises(ValueError, match=r"out: expected 0\.weight of shape \(7, 4, 1, 3, 3\), found none"):
+        call(out={name: t for name, t in right.items() if name != "0.weight"})
+    with pytest.raises(ValueError, match="out: expected more of shape no such parameter"):
+        call(out=right | {"more": torch.empty(7)})

@@ -1,4 +1,4 @@
-"""Sides too large to write down, against what they stand for."""
+"""Inverses of Kronecker products, and sides too large to write down, against dense matrices and what they stand for."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.kronecker import Product
+from curvature.kronecker import EigenInverse, KroneckerInverse, Product, Side
+from curvature.kronecker.applied import DenseMatrix
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.kronecker.sides import (
     MAX_SKETCH_ROWS,
     SKETCH_RANK,
     DenseSide,
+    DiagonalSide,
     SketchSide,
     compress,
     sketch_spectrum,
@@ -26,6 +29,7 @@ from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
 from support.running_blocks import columns_of, rows_of
+from support.training import train
 
 D = 600
 LARGE = 550  # a limit for the tests, so that layers of D inputs or outputs have sketches
@@ -85,7 +89,7 @@ def test_sums_stay_small():
     torch.testing.assert_close(total.square().sum(), exact)
 
 
-def full(size: int) -> Tensor:
+def whole_side(size: int) -> Tensor:
     with seeded(size):
         root = torch.randn(1, size, 2 * size, dtype=torch.float64)
     return root @ root.mT / size
@@ -93,11 +97,11 @@ def full(size: int) -> Tensor:
 
 @pytest.mark.parametrize("which", ["columns", "rows", "both"])
 @pytest.mark.parametrize("how", ["share", "damping"])
-def test_inverses(which: str, how: str):
+def test_inverses_of_sketches(which: str, how: str):
     """Against those of the matrices that the sketches stand for."""
     large = SketchSide.of_rows(rows(60, decay=0.5)).scaled(1 / 60).averaged(None, 1.0)
     other = SketchSide.of_rows(rows(30, seed=1)).scaled(1 / 30).averaged(None, 1.0)
-    small = DenseSide(full(20))
+    small = DenseSide(whole_side(20))
     products: dict[str, Product] = {"columns": (small, large), "rows": (large, small), "both": (other, large)}
     product = products[which]
     b, a = (dense(side.entries) if isinstance(side, SketchSide) else side.dense()[0] for side in product)
@@ -127,16 +131,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :3].sign() * x[:, 3:6].abs().sqrt()
 
 
-def train(model: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> float:
-    """The mean of the losses of the last twelve steps."""
-    losses = []
-    for step in range(first, last):
-        opt.zero_grad()
-        x, y = batch(step)
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
+def mean_loss(model: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> float:
+    """Of the last twelve steps."""
+    losses = [train(model, opt, F.mse_loss, *batch(step), 1)[0] for step in range(first, last)]
     return statistics.fmean(losses[-12:])
 
 
@@ -150,21 +147,21 @@ def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], option
     monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIDE", LARGE)
     model = wide_net()
     opt = optimizer(model, **options)
-    train(model, opt, 0, 12)
+    mean_loss(model, opt, 0, 12)
     state = io.BytesIO()
     torch.save((model.state_dict(), opt.state_dict()), state)
-    found = train(model, opt, 12, 24)
+    found = mean_loss(model, opt, 12, 24)
     other = wide_net()
     resumed = optimizer(other, **options)
     state.seek(0)
     for part, saved in zip((other, resumed), torch.load(state, weights_only=True), strict=True):
         part.load_state_dict(saved)
-    assert train(other, resumed, 12, 24) == found
+    assert mean_loss(other, resumed, 12, 24) == found
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert ("too large for an eigenbasis" in opt.report()) == (optimizer is EKFAC)
     monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIDE", 10 * D)
     whole = wide_net()
-    expected = train(whole, KFAC(whole, **options), 0, 24)
+    expected = mean_loss(whole, KFAC(whole, **options), 0, 24)
     start = statistics.fmean((wide_net()(x) - y).square().mean().item() for x, y in map(batch, range(12, 24)))
     # the mean begins half-way
     assert found < 0.85 * start and found < 1.2 * expected, (start, expected, found)
@@ -214,3 +211,110 @@ def test_places_that_are_averaged_first_are_one_sample():
     assert isinstance(block, KroneckerBlock)
     a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
     torch.testing.assert_close(columns_of(block)[0], a.T @ a / 64)
+
+
+SHARE = 0.1
+
+
+def spd(groups: int, size: int, rank: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    root = torch.randn(groups, size, rank or 2 * size, generator=generator, dtype=torch.float64)
+    return root @ root.mT
+
+
+def damped(side: Tensor) -> Tensor:
+    """Each group's side plus SHARE of its mean eigenvalue."""
+    whole = torch.diag_embed(side) if side.ndim == 2 else side
+    return torch.stack([m + SHARE * m.trace() / len(m) * torch.eye(len(m), dtype=m.dtype) for m in whole])
+
+
+# from square to thin in both directions , a diagonal, rank deficient, tiny
+PAIRS = {
+    "square": (spd(2, 5), spd(2, 4)),
+    "wide": (spd(1, 2), spd(1, 40)),
+    "tall": (spd(2, 33), spd(2, 2)),
+    "diagonal": (spd(1, 3), spd(1, 50).diagonal(dim1=1, dim2=2)),
+    "deficient": (spd(1, 1), spd(1, 40, rank=3)),
+    "tiny": (1e-100 * spd(1, 2), 1e-120 * spd(1, 40)),
+}
+
+
+def product(*sides: Tensor) -> Product:
+    rows, columns = (DiagonalSide(side) if side.ndim == 2 else DenseSide(side) for side in sides)
+    return rows, columns
+
+
+def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[KroneckerInverse]:
+    products = [product(*pair) for pair in pairs]
+    return factored_inverses(products, SHARE, [None] * len(pairs), [True] * len(pairs), [(True, True)] * len(pairs))
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_factored(name: str, together: bool):
+    """Alone, or with all others at once."""
+    rows, columns = PAIRS[name]
+    found = fresh(list(PAIRS.values()))[list(PAIRS).index(name)] if together else fresh([(rows, columns)])[0]
+    b, a = damped(rows), damped(columns)
+    x = torch.sin(torch.arange(len(b) * b.shape[1] * a.shape[1]).double()).reshape(len(b), b.shape[1], a.shape[1])
+    expected = torch.linalg.solve(b, torch.linalg.solve(a, x.mT).mT)
+    torch.testing.assert_close(found(x), expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
+    spread = torch.stack([torch.linalg.cond(p) * torch.linalg.cond(q) for p, q in zip(b, a, strict=True)]).max()
+    assert found.condition() == pytest.approx(float(spread), rel=1e-6)
+
+
+def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
+    zero = torch.zeros(1, 3, 3)
+    found = fresh([(zero, torch.eye(4)[None])])[0](torch.zeros(1, 3, 4))
+    assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
+
+
+def test_in_a_basis():
+    values = torch.arange(1.0, 7.0).reshape(1, 2, 3)
+    left, right = torch.linalg.qr(torch.randn(1, 2, 2))[0], torch.linalg.qr(torch.randn(1, 3, 3))[0]
+    x = torch.ones(1, 2, 3)
+    expected = (
+        torch.kron(left[0], right[0]) @ torch.diag(values.flatten()) @ torch.kron(left[0], right[0]).T @ x.flatten()
+    )
+    torch.testing.assert_close(EigenInverse(DenseMatrix(left), DenseMatrix(right), values)(x).flatten(), expected)
+
+
+def test_singular_factors_without_damping():
+    """The pseudo-inverse: what no sample reaches does not move."""
+    rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
+    x = rows @ torch.ones(1, 3, 6) @ columns  # within what the factors reach
+    torch.testing.assert_close(
+        eigen_inverses([product(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns)
+    )
+    zero = eigen_inverses([product(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
+    assert isinstance(zero, Tensor) and torch.equal(zero, torch.zeros(1, 3, 6))
+
+
+def projector(side: Tensor) -> Tensor:
+    return side @ torch.linalg.pinv(side, rtol=1e-5)
+
+
+def test_a_diagonal_beside_a_sketch():
+    """One side is its diagonal, the other is too large to write down."""
+    root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
+    diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
+    x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
+    sides: tuple[Side, Side] = DiagonalSide(diagonal), SketchSide(compress(SketchSide.of_rows(root).entries))
+    found = eigen_inverses([sides], 0.3)[0](x)
+    dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))
+
+
+def test_sides_that_are_not_due_stay_as_they_are():
+    """Each product is of one side of before and one of now; without a previous inverse both are made."""
+    old, new = (spd(1, 5), spd(1, 4)), (spd(1, 5, 7), spd(1, 4, 6))
+    both = [product(*new)] * 3
+    before, now = fresh([old, new])
+    due = [(False, True), (True, False), (False, False)]
+    found = factored_inverses(both, SHARE, [before, before, None], [True] * 3, due)
+    expected = [(before.rows, now.columns), (now.rows, before.columns), (now.rows, now.columns)]
+    for own, (rows, columns) in zip(found, expected, strict=True):
+        close = torch.testing.assert_close
+        close(own.rows.entries, rows.entries), close(own.columns.entries, columns.entries)
+    assert found[0].rows is before.rows and found[1].columns is before.columns

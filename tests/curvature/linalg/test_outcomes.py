@@ -1,7 +1,10 @@
-"""Flags and numbers that come to the host together, and failures that are counted."""
+"""Decompositions by the ladder, flags and numbers that come to the host together, and failures that are counted."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.linalg import count_recovery, look, recovery_counts, to_host
+from curvature.linalg import count_recovery, eigenvalues_of, look, qr, recovery_counts, to_host
 from curvature.linalg.decompositions import (
     careful_spd_inverse,
     symmetric_eigh,
@@ -18,6 +21,7 @@ from curvature.linalg.decompositions import (
     try_orthonormal,
     try_spd_inverse,
 )
+from support.architecture import ROOT
 from support.cases.case import seeded
 from support.host_waits import Waits
 
@@ -101,3 +105,59 @@ def test_events_count_in_the_innermost_context(monkeypatch: pytest.MonkeyPatch) 
         with recovery_counts() as inner:
             count_recovery("diagonal")
     assert counts == {"kept": 1, "retried": 1} and inner == {"diagonal": 1}
+
+
+def raising(found: Any) -> Any:
+    raise torch.linalg.LinAlgError("injected")
+
+
+def crashing(found: Any) -> Any:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgeqrfBatched(...)`")
+
+
+def silent(found: Any) -> Any:
+    """What is no number, and no error."""
+    return found * math.nan if isinstance(found, torch.Tensor) else tuple(x * math.nan for x in found)
+
+
+FAULTS: list[Callable[[Any], Any]] = [raising, crashing, silent]
+
+
+def matrix() -> torch.Tensor:
+    rows = torch.randn(7, 14, generator=torch.Generator().manual_seed(0))
+    return rows @ rows.T
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_qr_by_the_ladder(fault: Callable[[Any], Any], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, true = itertools.count(), torch.linalg.qr
+    expected = true(matrix()[:, :4])
+    monkeypatch.setattr(torch.linalg, "qr", lambda m: fault(true(m)) if next(left) < calls else true(m))
+    with recovery_counts() as counts:
+        found = qr(matrix()[:, :4])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert counts == {"retried": 1}
+    monkeypatch.setattr(torch.linalg, "qr", lambda m: fault(true(m)))
+    with pytest.raises(torch.linalg.LinAlgError, match="QR of a .7, 4. matrix failed"):
+        qr(matrix()[:, :4])
+
+
+def test_no_decomposition_goes_around_the_ladder() -> None:
+    """Those that may fail are called in `curvature.linalg` alone, or in `try_decompose`."""
+    calls = re.compile(
+        r"(?<!partial\()torch\.linalg\.(qr|svd|eigh|eigvalsh|eig|lstsq|inv|solve|cholesky|cholesky_ex)\("
+    )
+    folders = [ROOT / "curvature", ROOT / "optimizers"]
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    assert not [
+        f"{path.name}: {line}" for path in paths for line in path.read_text().splitlines() if calls.search(line)
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_eigenvalues_alone(fault: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    true = torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda m: fault(true(m)))
+    torch.testing.assert_close(eigenvalues_of(matrix()), true(matrix()), rtol=1e-4, atol=1e-4)

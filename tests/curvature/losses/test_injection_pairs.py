@@ -16,36 +16,30 @@ from curvature.losses.table import resolve
 from support.combinations import member
 from support.moments import (
     MANY,
+    PLACES,
+    WEIGHT,
+    C,
     binary,
+    classes,
     counts,
     joined_moment,
     normal,
-    rand,
     randn,
     repeated,
+    soft,
     source,
     within_five_errors,
 )
 
-C, PLACES = 3, 2
 DOUBLE = torch.float64
-WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=DOUBLE)
 ROWS = pytest.mark.parametrize("rows", [1, 2])
 pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:(reduction. 'mean'|There is a performance drop)")]
-
-
-def classes(output):
-    return torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
 
 
 def ignoring(output):
     target = classes(output)
     target.view(-1)[0] = -100
     return target
-
-
-def soft(output):
-    return rand(*output.shape) + 0.1
 
 
 def mixing(output, target):

@@ -11,47 +11,30 @@ from torch import nn
 from support.combinations import member
 from support.moments import (
     MANY,
+    PLACES,
+    WEIGHT,
+    C,
     binary,
+    classes,
     counts,
     hessian,
+    ignoring,
+    mixing,
     normal,
     rand,
     randn,
     repeated,
     second_moment,
+    soft,
     source,
     within_five_errors,
 )
 from support.output_batches import masses_of, root_of, sampler_of
 
-C, PLACES = 3, 2
-WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
 pytestmark = [
     pytest.mark.fast,
     pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)"),
 ]
-
-
-def classes(output):
-    return torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
-
-
-def ignoring(output):
-    """The first sample ignores everything where there is one term for each, else its first place."""
-    target = classes(output)
-    target.view(len(target), -1)[0, 0] = -100
-    return target
-
-
-def ignoring_all(output):
-    target = ignoring(output)
-    target[0] = -100
-    return target
-
-
-def soft(output):
-    """Rows that do not add up to one, which torch allows."""
-    return rand(*output.shape) + 0.1
 
 
 def unbroadcast(target):
@@ -66,11 +49,6 @@ def gaussian(output, target):
     """Neither diagonal nor convex."""
     mean, log_precision = output.flatten(1).chunk(2, 1)
     return 0.5 * ((mean - target.flatten(1)[:, : mean.shape[1]]).square() * log_precision.exp() - log_precision).mean()
-
-
-def mixing(output, target):
-    """Convex; every entry of a sample meets every other; a mean over samples."""
-    return (output.flatten(1) - target.flatten(1)).logsumexp(1).mean() + 0.1 * (output - target).square().mean()
 
 
 def paired(output, target):
@@ -184,15 +162,12 @@ def test_roots_of_other_losses(loss, target):
     assert_roots(loss, target, [shape for shape in SHAPES if takes(loss, shape)])
 
 
-def test_a_sample_that_ignores_everything_has_no_curvature():
+def test_no_curvature_where_all_is_ignored_and_of_a_single_class():
     output, loss = randn(3, C, PLACES), nn.CrossEntropyLoss(weight=WEIGHT)
-    y = ignoring_all(output)
+    y = ignoring(output).index_fill(0, torch.tensor(0), -100)
     got = columns(loss, output, y)
     assert got[0].eq(0).all()
     torch.testing.assert_close(got[1], hessian(loss, output, y, 1), rtol=1e-10, atol=1e-10)
-
-
-def test_a_single_class_has_no_curvature():
     assert columns(nn.CrossEntropyLoss(), randn(3, 1), torch.zeros(3, dtype=torch.long)).eq(0).all()
 
 
@@ -202,16 +177,13 @@ def test_a_single_class_has_no_curvature():
 def test_one_number_per_sample(loss):
     output = randn(4)
     y = binary(output)
-    got = columns(loss, output, y)
-    for n in range(4):
-        torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+    for n, got in enumerate(columns(loss, output, y)):
+        torch.testing.assert_close(got, hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
 
 
 def test_kl_batchmean():
-    output = randn(2, C).log_softmax(1)
-    loss = nn.KLDivLoss(reduction="batchmean")
-    assert columns(loss, output, softened(output)).eq(0).all()
-    assert masses_of(loss, output).eq(1).all()
+    output, loss = randn(2, C).log_softmax(1), nn.KLDivLoss(reduction="batchmean")
+    assert columns(loss, output, softened(output)).eq(0).all() and masses_of(loss, output).eq(1).all()
 
 
 @pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
@@ -274,21 +246,6 @@ def test_nan_in_a_sample_is_nan_there_and_nowhere_else(loss):
         assert vectors[:, [0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        gaussian,
-        lambda o, t: -(o - t).square().mean(),
-        lambda o, t: (o[:, 0] * o[:, 1]).mean(),
-        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(-3.0)),
-    ],
-)
-def test_refuses_losses_that_are_not_convex(loss):
-    output = randn(4, C + 1)
-    with pytest.raises(ValueError, match="not convex in the output"):
-        root_of(loss, output, binary(output))
-
-
 def test_refuses_a_little_negative_curvature_but_no_rounding_error():
     with pytest.raises(ValueError, match="not convex"):
         root_of(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
@@ -297,47 +254,51 @@ def test_refuses_a_little_negative_curvature_but_no_rounding_error():
         root_of(lambda o, t, line=line: (o @ line).square().mean(), output, output)
 
 
-def test_a_nan_elsewhere_hides_no_negative_curvature():
-    output = randn(3, C)
+def spoilt(*shape):
+    """A nan in one sample hides no negative curvature elsewhere."""
+    output = randn(*shape)
     output[1, 0] = math.nan
-    with pytest.raises(ValueError, match="not convex"):
-        root_of(lambda o, t: -(o - t).square().mean(), output, binary(output))
+    return output
 
 
-def test_refuses_losses_that_are_not_differentiable():
-    with pytest.raises(ValueError, match="not differentiable"):
-        root_of(lambda o, t: (o > t).double().mean(), randn(4, C), randn(4, C))
+D, E = randn(4, C), randn(4, C + 1)
+NO_LIKELIHOOD = "CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"
+REFUSED = {
+    "neither diagonal nor convex": (root_of, (gaussian, E, binary(E)), "not convex in the output"),
+    "concave": (root_of, (lambda o, t: -(o - t).square().mean(), E, E), "not convex in the output"),
+    "a saddle": (root_of, (lambda o, t: (o[:, 0] * o[:, 1]).mean(), E, E), "not convex in the output"),
+    "a negative weight": (
+        root_of, (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(-3.0)), E, binary(E)), "not convex in the output"
+    ),
+    "concave beside a nan": (
+        root_of, (lambda o, t: -(o - t).square().mean(), spoilt(3, C), randn(3, C)), "not convex"
+    ),
+    "not differentiable": (root_of, (lambda o, t: (o > t).double().mean(), D, D), "not differentiable"),
+    **{
+        f"{find.__name__} of {type(loss).__name__} with weights alone": (
+            find, (loss, D), f"has {name}=, which needs the target"
+        )
+        for find in (root_of, sampler_of)
+        for loss, name in (
+            (nn.CrossEntropyLoss(WEIGHT), "weight"),
+            (nn.NLLLoss(WEIGHT), "weight"),
+            (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), "pos_weight"),
+        )
+    },
+    **{
+        f"no target for {name}": (root_of, (loss, D), "the target, which is missing")
+        for name, loss in (("mixing", mixing), ("Huber", nn.HuberLoss()), ("KL", nn.KLDivLoss()))
+    },
+    "no likelihood of KL": (sampler_of, (nn.KLDivLoss(), D, D), f"KLDivLoss.*{NO_LIKELIHOOD}"),
+    "no likelihood of Huber": (sampler_of, (nn.HuberLoss(), D, D), f"HuberLoss.*{NO_LIKELIHOOD}"),
+    "no likelihood of one's own": (sampler_of, (mixing, D, D), f"mixing.*{NO_LIKELIHOOD}"),
+    "no axis of classes": (root_of, (nn.CrossEntropyLoss(), randn(3)), r"\(N, C, ...\)"),
+    "two shapes": (root_of, (nn.MSELoss(), randn(3, 1), randn(3, 2)), "give both the same shape"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("find", [root_of, sampler_of])
-@pytest.mark.parametrize(
-    "loss, name",
-    [
-        (nn.CrossEntropyLoss(WEIGHT), "weight"),
-        (nn.NLLLoss(WEIGHT), "weight"),
-        (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), "pos_weight"),
-    ],
-)
-def test_refuses_weights_without_target(find, loss, name):
-    with pytest.raises(ValueError, match=f"has {name}=, which needs the target"):
-        find(loss, randn(3, C))
-
-
-@pytest.mark.parametrize("loss", [mixing, nn.HuberLoss(), nn.KLDivLoss()])
-def test_refuses_missing_targets(loss):
-    with pytest.raises(ValueError, match="the target, which is missing"):
-        root_of(loss, randn(3, C))
-
-
-@pytest.mark.parametrize("loss", [nn.KLDivLoss(), nn.HuberLoss(), mixing])
-def test_refuses_to_draw_without_likelihood(loss):
-    name = getattr(loss, "__name__", type(loss).__name__)
-    with pytest.raises(ValueError, match=f"{name}.*CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"):
-        sampler_of(loss, randn(3, C), normal(randn(3, C)))
-
-
-def test_refuses_shapes():
-    with pytest.raises(ValueError, match=r"\(N, C, ...\)"):
-        root_of(nn.CrossEntropyLoss(), randn(3))
-    with pytest.raises(ValueError, match="give both the same shape"):
-        root_of(nn.MSELoss(), randn(3, 1), randn(3, 2))
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    find, given, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        find(*given)

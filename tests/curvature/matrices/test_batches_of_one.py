@@ -1,77 +1,46 @@
-"""Loaders with a batch of one sample, wherever it is, give the matrix of all samples as one batch."""
+"""Batches of one sample, wherever they are in the data, and batches in which no term of the loss counts."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.combinations import in_pairs
 
 pytestmark = pytest.mark.fast
 
 
-class Folded(nn.Module):
+def folded(head: Callable[[], nn.Module], sequence_first: bool = False) -> nn.Module:
     """Layers with one output, called with tokens folded into the batch axis: (N, T, 3) to (N, T)."""
 
-    def __init__(self, head: Callable[[], nn.Module], sequence_first: bool = False) -> None:
-        super().__init__()
-        self.body, self.head, self.sequence_first = nn.Linear(3, 4), head(), sequence_first
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if sequence_first else x
+        h = m.head(m.body(x.flatten(0, 1)).tanh()).view(x.shape[:2])
+        return h.T if sequence_first else h
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1) if self.sequence_first else x
-        h = self.head(self.body(x.flatten(0, 1)).tanh()).view(x.shape[:2])
-        return h.T if self.sequence_first else h
+    return Raw(run, body=nn.Linear(3, 4), head=head())
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 1), nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
-
-
-class Sum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().sum(-1, keepdim=True)
-
-
-class Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(1, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x[:, None]).sum((1, 2))
-
-
+squares = lambda m, x: x.square().sum(-1, keepdim=True)
 HEADS: dict[str, Callable[[], nn.Module]] = {
     "value head": lambda: nn.Linear(4, 1),
     "two layers": lambda: nn.Sequential(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 1)),
     "norm of one feature": lambda: nn.Sequential(nn.Linear(4, 1), nn.LayerNorm(1), nn.Linear(1, 1)),
     "group norm": lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Linear(4, 1)),
     "norm of two groups": lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Linear(4, 1)),
-    "norm last": lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), Sum()),
+    "norm last": lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), Raw(squares)),
     "norms": lambda: nn.Sequential(nn.GroupNorm(4, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Linear(4, 1)),
-    "scale": Scaled,
-    "product": Product,
-    "convolution": Convolved,
+    "scale": lambda: Raw(lambda m, x: m.linear(x) * m.scale, linear=nn.Linear(4, 1), scale=nn.Parameter(torch.ones(1))),
+    "product": lambda: Raw(lambda m, x: x @ m.weight, weight=(4, 1)),
+    "convolution": lambda: Raw(lambda m, x: m.layer(x[:, None]).sum((1, 2)), layer=nn.Conv1d(1, 1, 2)),
 }
 
 
@@ -82,7 +51,7 @@ def test_batches_of_one_sample_are_read_as_others(
     builder: Callable[..., curvature.BlockDiagonal], head: str, sequence_first: bool, sizes: list[int]
 ) -> None:
     with seeded(0):
-        model = Folded(HEADS[head], sequence_first).double()
+        model = folded(HEADS[head], sequence_first).double()
         x, y = torch.randn(7, 5, 3).double(), torch.randn(7, 5).double()
     batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
     for sharing in ("expand", "reduce"):
@@ -93,6 +62,42 @@ def test_batches_of_one_sample_are_read_as_others(
 
 
 def test_a_batch_of_one_sample_goes_through_the_rules(caplog: pytest.LogCaptureFixture) -> None:
-    model = Folded(HEADS["value head"])
+    model = folded(HEADS["value head"])
     curvature.kfac(model, nn.MSELoss(), (torch.randn(1, 5, 3), torch.randn(1, 5)))
     assert "no layer rule" not in caplog.text
+
+
+LOSSES: dict[str, Any] = {
+    "a loss of torch": nn.CrossEntropyLoss(),
+    "a function": lambda o, y: F.cross_entropy(o, y),
+    "a masked mean": lambda o, y: (o.square().sum(1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
+}
+BUILDERS = [curvature.gauss_newton, curvature.fisher]
+
+
+def prepared() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    return nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,)), torch.full((5,), -100)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_products_say_that_no_term_counts(name: str, is_split: bool, builder: Any) -> None:
+    model, x, _, nothing = prepared()
+    data = [(x[:2], nothing[:2]), (x[2:], nothing[2:])] if is_split else (x, nothing)
+    found = builder(model, LOSSES[name], data)
+    for call in (lambda: found @ torch.ones(15), lambda: found @ torch.ones(15, 2), found.to_dense, found.diagonal):
+        with pytest.raises(ValueError, match="no term of it counts"):
+            call()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", LOSSES)
+def test_batches_in_which_no_term_counts_change_nothing(name: str) -> None:
+    model, x, y, nothing = prepared()
+    for data in ([(x, y), (x, nothing)], [(x, nothing), (x, y)]):
+        for builder in (*BUILDERS, curvature.hessian):
+            expected, found = builder(model, LOSSES[name], (x, y)), builder(model, LOSSES[name], data)
+            torch.testing.assert_close(found @ torch.ones(15), expected @ torch.ones(15))
+            torch.testing.assert_close(found.to_dense(), expected.to_dense())

@@ -16,14 +16,14 @@ from support.cases.case import Case, Raw, floats, indices, seeded
 from support.cases.matrices import batch_of, batches, extra, shared_reference, small
 from support.cases.refused import batch_statistics
 from support.combinations import member
-from support.comparisons import matches
+from support.comparisons import check_operator, matches
 from support.oracles import brute_force as oracle
 from support.snapshots import unchanged
 
 name_of = lambda case: case.id
 EXTRA = list(extra())
 LOSSES = [case for case in small("losses") if "equal_sizes" not in case.id]
-# One case of every kind of layer: the whole catalogue is gone through in test_matrices_blocks.py.
+# One case of every kind of layer: the whole catalogue is gone through in test_diagonals_and_blocks.py.
 FEW = {
     *("linear", "linear_2_leading", "linear_sum", "mlp", "conv2d_twice", "conv2d_groups", "conv_transpose1d_stride"),
     *("embedding_padding", "embedding_cross_entropy", "layer_norm_places", "group_norm_image", "batch_norm_net"),
@@ -62,10 +62,6 @@ def is_twice_differentiable(case: Case) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def test_the_few_are_all_there():
-    assert not FEW - {case.id for case in DENSE}
 
 
 # The variance of a rate is the rate, up to the 1e-8 that torch adds to it.
@@ -132,7 +128,6 @@ def test_wrong_second_derivatives_are_no_hessian():
         dense("hessian", model, nn.MSELoss(), (floats(3)(4).double(), floats(3)(4).double()))
 
 
-EQUAL = [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss]
 # Of the same matrix: weighed, ignored and plain places, all of one sample's ignored among them, in rows or not.
 CUT = {
     *(
@@ -161,8 +156,8 @@ def test_one_batch_or_many_uneven_ones(case: Case, builder: str):
         matches(diagonal(model, loss, parts), whole.diagonal(), 1e-12)
 
 
-def test_cases_in_batches_are_all_there():
-    assert len(IN_BATCHES) == len(CUT)
+def test_cases_named_are_all_there():
+    assert len(IN_BATCHES) == len(CUT) and not FEW - {case.id for case in DENSE}
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -190,61 +185,11 @@ def test_batches_of_different_length():
     matches(diagonal(model, nn.CrossEntropyLoss(), data), expected.fisher.diagonal())
 
 
-@pytest.mark.parametrize("loss", [kind(reduction=r) for kind in EQUAL for r in ("mean", "sum")], ids=repr)
-def test_fisher_is_gauss_newton_for_likelihoods_in_natural_parameters(loss: nn.Module):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    x = floats(3)(5).double()
-    y = indices(3)(5) if isinstance(loss, nn.CrossEntropyLoss) else torch.rand(5, 3, dtype=torch.float64)
-    one, two = curvature.fisher(model, loss, (x, y)), curvature.gauss_newton(model, loss, (x, y))
-    matches(one.to_dense(), two.to_dense(), 1e-12)
-
-
-def test_fisher_is_not_gauss_newton_elsewhere():
-    """Probabilities and log-probabilities: the Hessian has the labels' own curvature, or none."""
-    x, y = floats(3)(5).double(), indices(3)(5)
-    linear = lambda *last: nn.Sequential(nn.Linear(3, 3), *last).double()
-    model, logits = linear(nn.LogSoftmax(1)), linear()
-    logits.load_state_dict(model.state_dict())
-    assert not curvature.gauss_newton(model, nn.NLLLoss(), (x, y)).to_dense().any()
-    same = curvature.fisher(logits, nn.CrossEntropyLoss(), (x, y)).to_dense()
-    matches(curvature.fisher(model, nn.NLLLoss(), (x, y)).to_dense(), same)  # whatever the Fisher is taken through
-
-    model, logits = linear(nn.Sigmoid()), linear()
-    logits.load_state_dict(model.state_dict())
-    y = nn.functional.one_hot(y, 3).double()
-    same = curvature.fisher(logits, nn.BCEWithLogitsLoss(), (x, y)).to_dense()
-    matches(curvature.fisher(model, nn.BCELoss(), (x, y)).to_dense(), same)
-    other = curvature.gauss_newton(model, nn.BCELoss(), (x, y)).to_dense()
-    assert (other - same).norm() > 0.1 * same.norm()
-
-
 @pytest.mark.parametrize("case", [case for case in DENSE if case.id in ("mlp", "gpt", "loss_mse_sum_mlp")], ids=name_of)
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_operator(case: Case, builder: str):
-    """What an operator says of itself is what its dense matrix says."""
     model, loss, data, _ = prepared(case)
-    found = getattr(curvature, builder)(model, loss, data)
-    dense = found.to_dense()
-    with seeded(3):
-        vectors = torch.randn(len(dense), 3, dtype=dense.dtype)
-    vector = vectors[:, 0]
-    assert found.shape == dense.shape
-    matches(dense, dense.T, 1e-13)
-    matches(found @ vectors, dense @ vectors)
-    matches(found @ vector, dense @ vector)
-    product = found @ oracle.split(model, vector)
-    assert list(product) == list(oracle.trainable(model))
-    matches(flat(model, product), dense @ vector)
-    matches(found.diagonal(), dense.diagonal())
-    matches(found.trace(), dense.trace())
-    values = torch.linalg.eigvalsh(dense)
-    matches(found.eigenvalues(), values)
-    damping = 0.1 + 2 * max(0.0, -values.min().item())
-    damped = dense + damping * torch.eye(len(dense), dtype=dense.dtype)
-    matches(found.solve(vectors, damping), torch.linalg.solve(damped, vectors))
-    solved = found.solve(oracle.split(model, vector), damping)
-    matches(flat(model, solved), torch.linalg.solve(damped, vector))
-    matches(found.logdet(damping), torch.logdet(damped))
+    check_operator(model, getattr(curvature, builder)(model, loss, data))
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -262,18 +207,6 @@ def test_sparse_gradients(builder: str):
     model.words.sparse = True
     matches(found.to_dense(), expected)
     matches(found @ torch.ones(len(expected), dtype=torch.float64), expected.sum(1))
-
-
-def test_twice_the_data_is_the_same_mean():
-    model = nn.Linear(3, 3).double()
-    x, y = floats(3)(4).double(), indices(3)(4)
-    twice = torch.cat([x, x]), torch.cat([y, y])
-    for builder in BUILDERS:
-        build, loss = getattr(curvature, builder), nn.CrossEntropyLoss()
-        once = build(model, loss, (x, y)).to_dense()
-        matches(build(model, loss, twice).to_dense(), once, 1e-12)
-        added = build(model, nn.CrossEntropyLoss(reduction="sum"), twice).to_dense()
-        matches(added, 8 * once, 1e-12)
 
 
 @pytest.mark.parametrize("case, norm", list(batch_statistics()), ids=lambda value: getattr(value, "id", ""))
@@ -308,25 +241,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+AT_ONCE = {"one tensor", "nothing to train", "a function as model", "the name of a loss", "the name of an injection"}
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name: str):
+    """Before the first product, where that can be."""
     wrong, error, text = REFUSALS[name]
     arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
     without_injection = [] if "inject" in wrong else ["gauss_newton", "hessian"]
     for builder in ("fisher", "fisher_diagonal", "fisher_blocks", "kfac", "ekfac", *without_injection):
         with member(builder), pytest.raises(error, match=text):
-            evaluated(builder, **arguments)
-
-
-AT_ONCE = ("one tensor", "nothing to train", "a function as model", "the name of a loss", "the name of an injection")
-
-
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_what_can_be_refused_before_the_first_product_is(name: str):
-    wrong, error, text = REFUSALS[name]
-    arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
-    with pytest.raises(error, match=text):
-        curvature.fisher(**arguments)
+            made = getattr(curvature, builder)(**arguments)
+            assert name not in AT_ONCE, "too late"
+            made.to_dense()
 
 
 def test_an_exception_changes_nothing():
@@ -335,12 +263,3 @@ def test_an_exception_changes_nothing():
     for builder in (*BUILDERS, "fisher_diagonal", "kfac"):
         with unchanged(model), pytest.raises((ValueError, RuntimeError)):
             evaluated(builder, model, nn.CrossEntropyLoss(), [(X, Y), (torch.zeros(4, 7), Y)])
-
-
-def test_a_frozen_layer_is_left_out():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    data = floats(3)(5).double(), indices(3)(5)
-    whole = curvature.fisher(model, nn.CrossEntropyLoss(), data).to_dense()
-    model[0].requires_grad_(False)
-    matches(curvature.fisher(model, nn.CrossEntropyLoss(), data).to_dense(), whole[16:, 16:])
-    assert list(curvature.fisher_diagonal(model, nn.CrossEntropyLoss(), data)) == ["2.weight", "2.bias"]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvature
 from support.cases.case import Case, Raw, floats, indices, seeded
 from support.cases.matrices import batch_of, extra, shared_reference, small
 from support.comparisons import matches
+from support.memory import Largest
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
 from support.snapshots import unchanged
@@ -82,19 +82,6 @@ def test_random_injections_have_the_right_mean(inject: curvature.Injection):
     within_five_errors(torch.stack(diagonal), expected.diagonal())
 
 
-@pytest.mark.parametrize("kind", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss])
-@pytest.mark.parametrize("inject", [curvature.sampled(), curvature.propagated(), curvature.isotropic()], ids=repr)
-def test_random_injections_of_other_losses(inject: curvature.Injection, kind: type[nn.Module]):
-    with seeded(0):
-        model, x = nn.Linear(2, 2).double(), floats(2)(3).double()
-        y = torch.rand(3, 2).double()
-    of = oracle.Matrices(model, kind(), (x, y))
-    expected = of.isotropic if "isotropic" in repr(inject) else of.fisher
-    options: dict[str, Any] = {"inject": inject, "generator": source(5)}
-    found = torch.stack([curvature.fisher(model, kind(), (x, y), **options).to_dense() for _ in range(DRAWS)])
-    within_five_errors(found, expected)
-
-
 def test_isotropic_needs_no_loss():
     """Then a mean over samples is assumed, each of one term: J^T J / N."""
     with seeded(0):
@@ -125,31 +112,6 @@ def test_a_seed_gives_the_same_numbers(builder: str, inject: curvature.Injection
         assert not torch.allclose(drawn(draws), drawn(draws)), "a generator moves on"
 
 
-def test_all_products_of_one_operator_are_with_the_same_draws():
-    with seeded(0):
-        model, data = two_places()
-    found = curvature.fisher(model, nn.CrossEntropyLoss(), data, inject=curvature.sampled(2), generator=source(3))
-    dense = found.to_dense()
-    matches(found @ torch.eye(6, dtype=torch.float64), dense, 1e-12)
-    matches(found.diagonal(), dense.diagonal(), 1e-12)
-    many = curvature.fisher(model, nn.CrossEntropyLoss(), [data, data], inject=curvature.sampled(), generator=source(3))
-    matches(many @ torch.ones(6, dtype=torch.float64), many.to_dense().sum(1), 1e-12)
-
-
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that is made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        oracle.map_tensors(self.see, found)
-        return found
-
-    def see(self, tensor: Tensor) -> None:
-        self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize)
-
-
 def words_to_words(words: int) -> nn.Module:
     """(N, T) to (N, words, T)"""
     with seeded(0):
@@ -166,7 +128,7 @@ def test_memory_with_many_classes(count: int, places: int, words: int, budget: i
     root = count * (places * words) ** 2
     with Largest() as largest:
         found = curvature.fisher_diagonal(model, nn.CrossEntropyLoss(), (x, y))
-    assert largest.numel < min(2 * budget, root), f"{largest.numel:.3g} of {root:.3g}"
+    assert largest.entries < min(2 * budget, root), f"{largest.entries:.3g} of {root:.3g}"
 
     a, W = model.words(x).detach(), model.head.weight.detach()
     p = model.head(a).detach().softmax(-1)
@@ -190,4 +152,4 @@ def test_memory_with_a_large_vocabulary():
         vector = {name: torch.ones_like(p) for name, p in oracle.trainable(model).items()}
         solved = blocks.solve(vector, damping=0.1)
         assert all(value.isfinite().all() for value in solved.values())
-    assert largest.numel < 40 * x.numel() * words, f"{largest.numel:.3g}"
+    assert largest.entries < 40 * x.numel() * words, f"{largest.entries:.3g}"

@@ -15,6 +15,7 @@ import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.combinations import in_pairs, member
+from support.training import train
 
 pytestmark = pytest.mark.fast
 N, LOSS = 5, nn.CrossEntropyLoss()
@@ -102,20 +103,12 @@ def test_matrices_are_those_without_it(name: str, build: Any, form: str) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_draws_have_the_shapes_of_all_parameters(name: str) -> None:
-    model, _, x, y = problem(name)
-    found = curvature.kfac(model, LOSS, (x, y))
-    drawn = found.sample(3, damping=0.5)
-    parts = found.space.split(drawn) if isinstance(drawn, Tensor) else drawn
-    assert {name: tuple(g.shape[1:]) for name, g in parts.items()} == {
-        name: tuple(p.shape) for name, p in model.named_parameters()
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_kronecker_factors_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+def test_draws_and_files_have_all_parameters(name: str, tmp_path: Path) -> None:
     model, _, x, y = problem(name)
     K = curvature.kfac(model, LOSS, (x, y))
+    drawn = K.sample(3, damping=0.5)
+    parts = K.space.split(drawn) if isinstance(drawn, Tensor) else drawn
+    assert {k: g.shape[1:] for k, g in parts.items()} == {k: p.shape for k, p in model.named_parameters()}
     K.save(tmp_path / "factors.pt")
     torch.testing.assert_close(curvature.load(tmp_path / "factors.pt").to_dense(), K.to_dense())
 
@@ -148,20 +141,17 @@ def test_all_else_is_as_without_it(name: str) -> None:
                 assert_same(function(model, x, y), function(alike, x, y))
 
 
-def with_loss(model: nn.Module) -> KFAC:
-    return KFAC(model, loss=LOSS, inject=curvature.exact())
+MAKERS = {"KFAC": KFAC, "EKFAC": EKFAC, "natural": NaturalGradient}
+MAKERS["with the loss"] = lambda model: KFAC(model, loss=LOSS, inject=curvature.exact())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_optimizers_take_the_steps_of_the_model_without_it(name: str) -> None:
-    for make in (KFAC, EKFAC, NaturalGradient, with_loss):
+    for kind, make in MAKERS.items():
         model, alike, x, y = problem(name)
-        with member(make.__name__):
+        with member(kind):
             for m in (model, alike):
                 opt = make(m)
-                for _ in range(3):
-                    opt.zero_grad()
-                    LOSS(m(x), y).backward()
-                    opt.step()
+                train(m, opt, LOSS, x, y, 3)
                 make(m).load_state_dict(opt.state_dict())
             torch.testing.assert_close(model.layer.weight, alike.layer.weight)

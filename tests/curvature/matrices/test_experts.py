@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 import curvature
 import optimizers
 from curvature.gradients.plans import PLANS
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.oracles.brute_force import Matrices
+from support.training import train
 
 E, N, I, O = 3, 7, 4, 2
 LOSS = nn.MSELoss()
@@ -52,29 +54,19 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-class Experts(nn.Module):
-    def __init__(self, call: str) -> None:
-        super().__init__()
-        self.gate = nn.Linear(I, E)
-        self.W = nn.Parameter(torch.randn(E, I, O))
-        self.call = CALLS[call]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, self.W, self.gate(x).softmax(-1))
-
-
-def problem(call: str, *places: int) -> tuple[Experts, tuple[Tensor, Tensor]]:
+def problem(call: str, *places: int) -> tuple[Any, tuple[Tensor, Tensor]]:
+    forward = lambda m, x: CALLS[call](x, m.W, m.gate(x).softmax(-1))
     with seeded(1):
         data = torch.randn(N, *places, I).double(), torch.randn(N, *places, O).double()
-        return Experts(call).double(), data
+        return Raw(forward, gate=nn.Linear(I, E), W=(E, I, O)).double(), data
 
 
-def pairs(model: Experts, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+def pairs(model: Any, call: str, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(B, A) of each expert for the loss above: those of a linear layer that sees the places sent to it alone."""
     rows = x.reshape(-1, I)
     p = model.gate(rows).softmax(-1).detach()
     sent = torch.ones_like(p)
-    if "routed" in model.call.__name__:
+    if "routed" in call:
         sent = nn.functional.one_hot(p.argmax(-1), E).to(p)
     found = []
     for e in range(E):
@@ -105,7 +97,7 @@ def test_a_pair_for_each_expert(call: str, places: tuple[int, ...]) -> None:
     assert block.sides == (E, O, I)
     dense = block.to_dense()
     index = torch.arange(E * I * O).reshape(E, I, O).mT.flatten(1)  # rows (o, i) of each expert
-    for e, (B, A) in enumerate(pairs(model, x)):
+    for e, (B, A) in enumerate(pairs(model, call, x)):
         matches(dense[index[e][:, None], index[e]], torch.kron(B, A), 1e-10)
         dense[index[e][:, None], index[e]] = 0
     assert not dense.any()
@@ -134,19 +126,11 @@ def test_optimizers(kind: type, call: str) -> None:
     with torch.no_grad():
         model.gate.weight.zero_()
         model.gate.bias.copy_(torch.tensor([1.0, 0.5, -2.0]))
-    before = model.W.detach().clone()
-    opt = kind(model, lr=0.1)
-    losses = []
-    for _ in range(5):
-        opt.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss))
+    before, opt = model.W.detach().clone(), kind(model, lr=0.1)
+    losses = train(model, opt, LOSS, x, y, 5)
     (row,) = [line for line in opt.report().splitlines() if line.startswith("W ")]
     assert f"{E} x" in row or f"{E} groups" in row, row
-    assert losses[-1] < losses[0]
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert losses[-1] < losses[0] and all(p.isfinite().all() for p in model.parameters())
     if "routed" in call:
         idle = [e for e in range(E) if e != int(model.gate(x).mean((0, 1)).argmax())]
         assert call == "routed_by_gate" or torch.equal(model.W[idle[-1]], before[idle[-1]])

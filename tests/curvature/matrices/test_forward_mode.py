@@ -60,14 +60,11 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2))
 
 
-class PastItsConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = convolution(), nn.Linear(8, 3)
-        self.reads = [self.head.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)).flatten(1) @ self.reads[0].T + self.head.bias
+def past_its_convolution() -> nn.Module:
+    head = nn.Linear(8, 3)
+    run = lambda m, x: torch.tanh(m.layer(x)).flatten(1) @ reads[0].T + m.head.bias
+    reads = [head.weight]
+    return Raw(run, layer=convolution(), head=head)
 
 
 def convolved(square: type[WithoutJvp]) -> nn.Module:
@@ -80,7 +77,7 @@ CONVOLVED: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "right": (norms, True),
     "no forward derivative": (lambda: convolved(WithoutJvp), False),
     "one that vmap cannot take": (lambda: convolved(WrongJvp), False),
-    "read past the module": (PastItsConvolution, False),
+    "read past the module": (past_its_convolution, False),
 }
 
 

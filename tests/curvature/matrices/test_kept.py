@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvature
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 
 BUILDERS: dict[str, Callable[..., curvature.MatrixFree]] = {
     "fisher": lambda *setting: curvature.fisher(*setting, curvature.sampled(2)),
@@ -24,25 +24,22 @@ BUILDERS: dict[str, Callable[..., curvature.MatrixFree]] = {
 }
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Counts its forward passes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
-        self.register_buffer("factor", torch.ones(4))
-        self.calls = 0
+    def run(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return m.last(torch.tanh(m.factor * m.first(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.last(torch.tanh(self.factor * self.first(x)))
-        return out
+    model = Raw(run, first=nn.Linear(3, 4), last=nn.Linear(4, 3), factor=torch.ones(4))
+    model.calls = 0
+    return model
 
 
 class Setting:
     def __init__(self) -> None:
         with seeded(0):
-            self.model, self.x = Net().double().eval(), torch.randn(5, 3, dtype=torch.float64)
+            self.model, self.x = net().double().eval(), torch.randn(5, 3, dtype=torch.float64)
         self.y, self.loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).double())
         self.data: Any = [(self.x[:3], self.y[:3]), (self.x[3:], self.y[3:])]
 
@@ -75,74 +72,33 @@ def test_products_are_those_of_outside(build: str, loaded: bool, setting: Settin
     assert setting.model.calls > calls
 
 
-def weights_in_place(setting: Setting) -> None:
-    setting.model.first.weight.detach().mul_(2)
-
-
-def memory_exchanged(setting: Setting) -> None:
-    setting.model.first.weight.data = setting.model.first.weight.data * 2
-
-
-def another_parameter(setting: Setting) -> None:
-    setting.model.first.weight = nn.Parameter(setting.model.first.weight.detach() * 2)
-
-
-def buffer_in_place(setting: Setting) -> None:
-    setting.model.factor.mul_(2)
-
-
-def no_buffer(setting: Setting) -> None:
-    del setting.model.factor
-
-
-def training_mode(setting: Setting) -> None:
-    setting.model.last.train()
-
-
-def weights_of_classes(setting: Setting) -> None:
-    assert setting.loss.weight is not None
-    setting.loss.weight[0] = 3.0
-
-
-def samples(setting: Setting) -> None:
-    setting.x.mul_(2)
-
-
-def one_batch_less(setting: Setting) -> None:
-    setting.data.pop()
-
-
-CHANGES: dict[Callable[[Setting], None], str] = {
-    weights_in_place: "model: first.weight",
-    memory_exchanged: "model: first.weight",
-    another_parameter: "model: first.weight",
-    buffer_in_place: "model: factor",
-    no_buffer: "model: factor",
-    training_mode: "model: its training mode",
-    weights_of_classes: "loss: weight",
-    samples: "data: tensor 0",
-    one_batch_less: "data: the number of batches",
-}
+WEIGHT = "first.weight"
+CHANGES: dict[str, tuple[Callable[[Setting], object], str]] = {
+    "weights in place": (lambda s: s.model.first.weight.detach().mul_(2), f"model: {WEIGHT}"),
+    "memory exchanged": (lambda s: setattr(s.model.first.weight, "data", s.model.first.weight * 2), f"model: {WEIGHT}"),
+    "another parameter": (
+        lambda s: setattr(s.model.first, "weight", nn.Parameter(s.model.first.weight * 2)), f"model: {WEIGHT}"
+    ),
+    "buffer in place": (lambda s: s.model.factor.mul_(2), "model: factor"),
+    "no buffer": (lambda s: delattr(s.model, "factor"), "model: factor"),
+    "training mode": (lambda s: s.model.last.train(), "model: its training mode"),
+    "weights of classes": (lambda s: s.loss.weight.index_fill_(0, torch.tensor(0), 3.0), "loss: weight"),
+    "samples": (lambda s: s.x.mul_(2), "data: tensor 0"),
+    "one batch less": (lambda s: s.data.pop(), "data: the number of batches"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("build", ["gauss_newton", "hessian"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_inside_is_named(change: Callable[[Setting], None], build: str, setting: Setting) -> None:
+@pytest.mark.parametrize("name", [*CHANGES, "autocast"])
+def test_a_change_inside_is_named(name: str, build: str, setting: Setting) -> None:
     operator = setting.operator(build)
     v = operator.space.normal(1)
+    change, what = CHANGES.get(name, (lambda _: None, "autocast"))
     with curvature.kept(operator):
         _ = operator @ v
         change(setting)
-        with pytest.raises(RuntimeError, match=f"{CHANGES[change]} has changed inside"):
-            operator @ v
-
-
-def test_autocast_inside_is_named(setting: Setting) -> None:
-    operator = setting.operator()
-    v = operator.space.normal(1)
-    with curvature.kept(operator):
-        _ = operator @ v
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast has changed inside"):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast")
+        with autocast, pytest.raises(RuntimeError, match=f"{what} has changed inside"):
             operator @ v
 
 
@@ -224,7 +180,7 @@ CALLS: dict[str, Callable[[curvature.MatrixFree], Any]] = {
 
 
 @contextmanager
-def counted(model: Net) -> Iterator[list[int]]:
+def counted(model: nn.Module) -> Iterator[list[int]]:
     before, found = model.calls, [0]
     yield found
     found[0] = model.calls - before
@@ -246,18 +202,9 @@ def test_calls_with_many_products_keep_the_graph_of_a_single_batch(name: str, se
 
 def test_a_sparse_buffer() -> None:
     """A tensor without a place in memory is known by its version alone."""
-
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-            self.register_buffer("near", torch.eye(5).to_sparse())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sparse.mm(self.near, self.layer(x))
-
     with seeded(0):
-        model, x = Graph(), torch.randn(5, 3)
+        forward = lambda m, x: torch.sparse.mm(m.near, m.layer(x))
+        model, x = Raw(forward, layer=nn.Linear(3, 3), near=torch.eye(5).to_sparse()), torch.randn(5, 3)
     operator = curvature.gauss_newton(model, nn.MSELoss(), (x, x))
     v = operator.space.normal(1)
     expected = operator @ v

@@ -143,31 +143,19 @@ def exact_blocks(of: oracle.Matrices) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_expand_is_exact_with_a_term_for_every_place(reduction: str):
-    """Deep linear networks and squares: arXiv:2311.00636, section 3.2."""
+@pytest.mark.parametrize("sharing, other", [("expand", "reduce"), ("reduce", "expand")])
+def test_exact_with_a_term_for_every_place_or_where_places_are_averaged(sharing: str, other: str, reduction: str):
+    """Deep linear networks and squares, the mean over places taken before the loss: arXiv:2311.00636, section 3.2."""
     with seeded(0):
         model = deep_linear(3, 4, 4, 2).double()
-        data = floats(5, 3)(6).double(), floats(5, 2)(6).double()
+        data = floats(5, 3)(6).double(), floats(*[5] * (sharing == "expand"), 2)(6).double()
+    model = model if sharing == "expand" else Raw(lambda m, x: m.layers(x).mean(1), layers=model)
     loss = nn.MSELoss(reduction=reduction)
     expected = exact_blocks(oracle.Matrices(model, loss, data))
-    matches(curvature.kfac(model, loss, data).to_dense(), expected)
-    matches(curvature.kfac(model, loss, batches(data, 1, 3, 2)).to_dense(), expected)
-    other = curvature.kfac(model, loss, data, sharing="reduce").to_dense()
-    assert (other - expected).norm() > 0.1 * expected.norm()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_reduce_is_exact_where_places_are_averaged(reduction: str):
-    """Likewise, the mean over the places taken before the loss."""
-    with seeded(0):
-        model = Raw(lambda m, x: m.layers(x).mean(1), layers=deep_linear(3, 4, 4, 2)).double()
-        data = floats(5, 3)(6).double(), floats(2)(6).double()
-    loss = nn.MSELoss(reduction=reduction)
-    expected = exact_blocks(oracle.Matrices(model, loss, data))
-    matches(curvature.kfac(model, loss, data, sharing="reduce").to_dense(), expected)
-    matches(curvature.kfac(model, loss, batches(data, 1, 3, 2), sharing="reduce").to_dense(), expected)
-    other = curvature.kfac(model, loss, data).to_dense()
-    assert (other - expected).norm() > 0.1 * expected.norm()
+    for some in (data, batches(data, 1, 3, 2)):
+        matches(curvature.kfac(model, loss, some, sharing=sharing).to_dense(), expected)
+    found = curvature.kfac(model, loss, data, sharing=other).to_dense()
+    assert (found - expected).norm() > 0.1 * expected.norm()
 
 
 @sharings
@@ -182,18 +170,15 @@ def test_one_sample_with_one_place_is_exact(builder: str, sharing: str):
 
 
 def test_rows_that_are_never_read_are_zero():
+    """Rows that are read otherwise in another batch are not left out of the sum: they are refused."""
     with seeded(0):
         model = Raw(lambda m, x: F.linear(x, m.w[1:3]).tanh(), w=(5, 3)).double()
     data = floats(3)(6).double(), floats(2)(6).double()
     expected = oracle.Matrices(model, nn.MSELoss(), data).fisher
     found = curvature.ekfac(model, nn.MSELoss(), data)
     matches(found.trace(), expected.trace())
-    matches(found.diagonal()[:3], expected.diagonal()[:3])
-    matches(found.diagonal()[9:], expected.diagonal()[9:])
-
-
-def test_rows_that_are_read_otherwise_in_another_batch_are_refused():
-    """Not left out of the sum."""
+    for some in (slice(3), slice(9, None)):
+        matches(found.diagonal()[some], expected.diagonal()[some])
     model = Raw(lambda m, x: F.linear(x, m.w[: x.shape[1]]).sum((1, 2)), w=(5, 3)).double()
     data = [(floats(t, 3)(4).double(), floats()(4).double()) for t in (2, 4)]
     for builder in (curvature.kfac, curvature.ekfac):
@@ -348,3 +333,85 @@ def test_what_fills_the_memory_is_built_when_asked_for_alone(builder: str):
         build(data)
     found = build(data, structure={"head": "diagonal"})
     assert isinstance(found.blocks["head.weight"], curvature.Diagonal)
+
+
+class Unrolled(nn.Module):
+    """A recurrent layer as the loop over its steps, each of its two weights a Linear."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.ih, self.hh = (nn.Linear(*w.T.shape).double() for w in (layer.weight_ih_l0, layer.weight_hh_l0))
+        self.kind, self.size = type(layer), layer.hidden_size
+        state = layer.state_dict()
+        self.load_state_dict(
+            {f"{at}.{kind}": state[f"{kind}_{at}_l0"] for at in ("ih", "hh") for kind in ("weight", "bias")}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cell = x.new_zeros(len(x), self.size)
+        outputs = []
+        for step in x.unbind(1):
+            one, two = self.ih(step), self.hh(hidden)
+            if self.kind is nn.RNN:
+                hidden = (one + two).tanh()
+            elif self.kind is nn.GRU:
+                (r, z, n), (s, y, m) = one.chunk(3, 1), two.chunk(3, 1)
+                new = (n + (r + s).sigmoid() * m).tanh()
+                hidden = new + (z + y).sigmoid() * (hidden - new)
+            else:
+                i, f, g, o = (one + two).chunk(4, 1)
+                cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+                hidden = o.sigmoid() * cell.tanh()
+            outputs.append(hidden)
+        return torch.stack(outputs, 1)
+
+
+@sharings
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_shared_over_their_steps(kind: type[nn.RNNBase], sharing: str):
+    with seeded(0):
+        layer = kind(2, 3, batch_first=True).double()
+        data = floats(4, 2)(3).double(), floats(4, 3)(3).double()
+    model, other = Raw(lambda m, x: m.layer(x)[0], layer=layer), Unrolled(layer)
+    expected = kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing)
+    where = oracle.positions(other)
+    order = [where[name].flatten() for name in ("ih.weight", "hh.weight", "ih.bias", "hh.bias")]  # as in torch's layer
+    found = curvature.kfac(model, nn.MSELoss(), data, sharing=sharing).to_dense()
+    matches(found, expected[torch.cat(order)][:, torch.cat(order)])
+
+
+@sharings
+@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_projections_have_factors_of_their_own(builder: str, sharing: str, apart: bool):
+    """Queries, keys and values are rows of one weight, which each read another input, or all the same."""
+    with seeded(0):
+        layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
+        data = tuple(floats(t, 4)(20).double() for t in (2, 3, 3)), floats(2, 4)(20).double()
+    data = data if apart else (data[0][:1], data[1])
+    names = ("q", "k", "v") if apart else ("qkv",)
+
+    def attend(m: nn.Module, *inputs: Tensor) -> Tensor:
+        projected = [getattr(m, name)(x) for name, x in zip(names, inputs, strict=True)]
+        parts = projected if apart else projected[0].chunk(3, -1)
+        heads = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in parts)
+        return m.leave(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+    model = Raw(lambda m, *x: m.layer(*(x if apart else x * 3), need_weights=False)[0], layer=layer)
+    sizes = dict.fromkeys(names, 12 // len(names)) | {"leave": 4}
+    other = Raw(attend, **{name: nn.Linear(4, size).double() for name, size in sizes.items()})
+    given = zip(layer.in_proj_weight.chunk(len(names)), layer.in_proj_bias.chunk(len(names)), strict=True)
+    with torch.no_grad():
+        for p, q in zip(
+            other.parameters(), [*(p for pair in given for p in pair), *layer.out_proj.parameters()], strict=True
+        ):
+            p.copy_(q)
+    where = oracle.positions(other)
+    order = [f"{name}.{kind}" for some in (names, ["leave"]) for kind in ("weight", "bias") for name in some]
+    index = torch.cat([where[name].flatten() for name in order])
+    found = getattr(curvature, builder)(model, nn.MSELoss(), data, sharing=sharing)
+    expected = getattr(curvature, builder)(other, nn.MSELoss(), data, sharing=sharing).to_dense()
+    if builder == "kfac":
+        matches(expected, kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing))
+    matches(found.to_dense(), expected[index][:, index], 1e-8)
+    check_operator(model, found)

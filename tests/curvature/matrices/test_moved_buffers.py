@@ -12,36 +12,31 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.fast
 LOSS = nn.MSELoss()
 
 
-class Moving(nn.Module):
+def moving(after: bool, itself: bool = False) -> nn.Module:
     """Its buffer grows at each pass, which reads it before it grows or after, a copy of it or itself."""
 
-    def __init__(self, after: bool, itself: bool = False) -> None:
-        super().__init__()
-        self.layer, self.after, self.itself = nn.Linear(3, 4), after, itself
-        self.register_buffer("scale", torch.ones(()))
+    def run(m: Any, x: Tensor) -> Tensor:
+        before = m.scale.clone()
+        m.scale.mul_(1.5)
+        return m.layer(x) * ((m.scale if itself else m.scale.clone()) if after else before)
 
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.scale.clone()
-        self.scale.mul_(1.5)
-        after = self.scale if self.itself else self.scale.clone()
-        out: Tensor = self.layer(x) * (after if self.after else before)
-        return out
+    return Raw(run, layer=nn.Linear(3, 4), scale=torch.ones(()))
 
 
 norm = lambda: [nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)]  # whose columns take forward mode
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "read before": lambda: nn.Sequential(Moving(after=False), nn.Tanh(), nn.Linear(4, 4)),
-    "read after": lambda: nn.Sequential(Moving(after=True), nn.Tanh(), nn.Linear(4, 4)),
-    "read itself": lambda: nn.Sequential(Moving(after=True, itself=True), nn.Tanh(), nn.Linear(4, 4)),
-    "before a norm": lambda: nn.Sequential(Moving(after=False), nn.Tanh(), *norm()),
-    "after a norm": lambda: nn.Sequential(Moving(after=True), nn.Tanh(), *norm()),
+    "read before": lambda: nn.Sequential(moving(after=False), nn.Tanh(), nn.Linear(4, 4)),
+    "read after": lambda: nn.Sequential(moving(after=True), nn.Tanh(), nn.Linear(4, 4)),
+    "read itself": lambda: nn.Sequential(moving(after=True, itself=True), nn.Tanh(), nn.Linear(4, 4)),
+    "before a norm": lambda: nn.Sequential(moving(after=False), nn.Tanh(), *norm()),
+    "after a norm": lambda: nn.Sequential(moving(after=True), nn.Tanh(), *norm()),
     "spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), *norm()),
     "parametrization": lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 4)
@@ -120,17 +115,10 @@ def test_vmap_in_parts_begins_each_from_the_same_buffers(chunk: int | None, monk
 
 @pytest.mark.parametrize("cast", [lambda layer: layer.float().double(), lambda layer: layer.to(torch.float64)])
 def test_products_and_jacobians_of_a_module_that_is_cast_in_the_forward_pass(cast: Any) -> None:
-    class Casting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.norm, self.b = nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = cast(self.b)(self.norm(self.a(x)).tanh())
-            return out
-
     with seeded(0):
-        model, x, y = Casting().double(), torch.randn(5, 3).double(), torch.randn(5, 4).double()
+        forward = lambda m, x: cast(m.b)(m.norm(m.a(x)).tanh())
+        model = Raw(forward, a=nn.Linear(3, 4), norm=nn.GroupNorm(2, 4), b=nn.Linear(4, 4)).double()
+        x, y = torch.randn(5, 3).double(), torch.randn(5, 4).double()
     cast(model.b)
     expected = jacobians(model, x)
     J = expected.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Diagonals of each sample's own matrix, and Jacobians with a graph, against brute force on that sample alone."""
+"""Jacobians of all outputs, and diagonals of each sample's own matrix, against autograd and brute force."""
 
 from __future__ import annotations
 
@@ -8,46 +8,23 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvature
-from support.cases.case import floats, indices, seeded
+from support.cases.case import Raw, floats, indices, seeded
 from support.comparisons import matches
 from support.moments import within_five_errors
-from support.oracles.brute_force import Matrices
-
-
-class Recurrent(nn.Module):
-    """Samples along axis 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.RNN(2, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0][-1])
-
-
-class Branch(nn.Module):
-    """Vmap cannot follow it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x).tanh() * (2 if float(x.detach().abs().sum()) else 1)
-
-
-def attention() -> nn.Module:
-    return nn.Sequential(nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True), nn.Flatten())
-
+from support.oracles.brute_force import Matrices, jacobian
 
 CNN = [nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten()]
+# samples along axis 1; and what vmap cannot follow
+recurrent = lambda: Raw(lambda m, x: m.head(m.rnn(x)[0][-1]), rnn=nn.RNN(2, 3), head=nn.Linear(3, 3))
+branch = lambda m, x: m.first(x).tanh() * (2 if float(x.detach().abs().sum()) else 1)
+attention = lambda: nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), floats(3), 0),
     "convolution": (lambda: nn.Sequential(*CNN), floats(2, 3, 3), 0),
     "embedding": (lambda: nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 3)), indices(4, 2), 0),
-    "branch": (Branch, floats(3), 0),
-    "recurrent": (Recurrent, lambda count: floats(2, 2)(count).transpose(0, 1), (1, 0, 0)),
-    "attention": (attention, floats(2, 4), 0),
+    "branch": (lambda: Raw(branch, first=nn.Linear(3, 3)), floats(3), 0),
+    "recurrent": (recurrent, lambda count: floats(2, 2)(count).transpose(0, 1), (1, 0, 0)),
+    "attention": (lambda: nn.Sequential(attention(), nn.Flatten()), floats(2, 4), 0),
 }
 LOSSES = {
     "entropy": (nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0])), True),
@@ -71,20 +48,11 @@ def task(name: str, loss: str = "squares", count: int = 4):
 
 def alone(name: str, matrix: str, model: nn.Module, loss, x: Tensor, y: Tensor) -> Tensor:
     """(N, P) of brute force, sample by sample."""
-    run = model
     if name == "recurrent":
-        run, x = Transposed(model), x.transpose(0, 1)
+        inner, x = model, x.transpose(0, 1)
+        model = Raw(lambda m, x: m.inner(x.transpose(0, 1)), inner=inner)
     samples = [(x[n : n + 1], y[n : n + 1]) for n in range(len(y))]
-    return torch.stack([getattr(Matrices(run, loss, sample), matrix).diagonal() for sample in samples])
-
-
-class Transposed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.transpose(0, 1))
+    return torch.stack([getattr(Matrices(model, loss, sample), matrix).diagonal() for sample in samples])
 
 
 def flat(found: dict[str, Tensor]) -> Tensor:
@@ -135,6 +103,8 @@ def test_what_is_refused():
     for function in (curvature.per_sample_fisher_diagonals, curvature.per_sample_hessian_diagonals):
         with pytest.raises(ValueError, match="1"):
             function(nn.Sequential(model, nn.BatchNorm1d(3)).double(), loss, x, y)
+    with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
+        curvature.per_sample_jacobians(nn.Sequential(model, nn.BatchNorm1d(3)).double(), x)
     with pytest.raises(TypeError, match="inject"):
         curvature.per_sample_fisher_diagonals(model, loss, x, y, "exact")
     noisy = nn.Sequential(model, nn.Dropout())
@@ -174,3 +144,61 @@ def test_jacobians_of_no_samples():
     model, _, x, _, _ = task("convolution")
     found = curvature.per_sample_jacobians(model, x[:0])
     assert {key: t.shape for key, t in found.items()} == {k: (0, 2, *p.shape) for k, p in model.named_parameters()}
+
+
+gru = lambda: Raw(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(2, 4), head=nn.Linear(4, 3))  # samples along axis 1
+
+NETS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), (6, 3), 0),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2)), (4, 2, 5, 5), 0),
+    "recurrent": (gru, (3, 5, 2), 1),
+    "scalar": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)), (6, 3), 0),
+    "norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Softplus(), nn.Linear(4, 2)), (6, 3), 0),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_entry(name: str, device: str) -> None:
+    make, shape, dim = NETS[name]
+    torch.manual_seed(0)
+    model = make().double().to(device)
+    x = torch.randn(shape, dtype=torch.float64).to(device)
+    output = model(x).movedim(dim, 0)
+    expected = torch.stack([jacobian(model, x.narrow(dim, n, 1))[1] for n in range(len(output))])
+    found = curvature.per_sample_jacobians(model, x, sample_dim=dim)
+    assert list(found) == [key for key, _ in model.named_parameters()]
+    for key, rows in found.items():
+        assert rows.shape == (*output.shape, *model.get_parameter(key).shape)
+    matches(torch.cat([rows.reshape(*expected.shape[:2], -1) for rows in found.values()], -1), expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+def test_several_rows_for_each_sample(count: int, last: bool, create_graph: bool, device: str) -> None:
+    """(N, 5, 3) to (N * 5, 2), or (2, N * 5)."""
+    torch.manual_seed(0)
+    forward = lambda m, x: m.linear(x).flatten(0, 1).T if last else m.linear(x).flatten(0, 1)
+    model = Raw(forward, linear=nn.Linear(3, 2)).double().to(device)
+    x = torch.randn(count, 5, 3, dtype=torch.float64).to(device)
+    found = curvature.per_sample_jacobians(model, x, sample_dim=(0, int(last), 0), create_graph=create_graph)
+    for n in range(count):
+        _, expected = jacobian(model, x[n : n + 1])  # by entry of the output
+        shape = (2, 5) if last else (5, 2)
+        for key, own in zip(found, expected.split([6, 2], 1), strict=True):
+            rows = own.reshape(*shape, *model.get_parameter(key).shape)
+            matches(found[key][n], rows.movedim(1, 0) if last else rows)
+
+
+def test_frozen_and_unused_parameters(device: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    model[0].weight.requires_grad_(False)
+    model.spare = nn.Parameter(torch.ones(2, device=device))
+    found = curvature.per_sample_jacobians(model, torch.randn(5, 3).to(device))
+    assert {name: tuple(rows.shape) for name, rows in found.items()} == {
+        "spare": (5, 2, 2),
+        "0.bias": (5, 2, 4),
+        "2.weight": (5, 2, 2, 4),
+        "2.bias": (5, 2, 2),
+    }
+    assert not found["spare"].any()

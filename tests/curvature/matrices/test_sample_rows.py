@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.operators import matrix_free
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices
 
@@ -20,22 +20,17 @@ WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.5]).double(), ig
 LOSSES = {"mean": nn.CrossEntropyLoss(), "weighted": WEIGHTED, "sum": nn.CrossEntropyLoss(reduction="sum")}
 
 
-class Branches(nn.Module):
+def branches(m: Any, x: Tensor) -> Tensor:
     """A parameter is read only by batches whose first entry is positive; tokens share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.norm, self.head = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)
-        self.sometimes = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(torch.tanh(self.tokens(x)).sum(1))
-        return self.head(self.sometimes(hidden) if x[0, 0, 0] > 0 else hidden)
+    hidden = m.norm(torch.tanh(m.tokens(x)).sum(1))
+    return m.head(m.sometimes(hidden) if x[0, 0, 0] > 0 else hidden)
 
 
 def problem() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     with seeded(0):
-        model, x, y = Branches().double(), torch.randn(8, 2, 3).double(), torch.randint(3, (8,))
+        layers = {"tokens": nn.Linear(3, 5), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 3)}
+        model = Raw(branches, **layers, sometimes=nn.Linear(5, 5)).double()
+        x, y = torch.randn(8, 2, 3).double(), torch.randint(3, (8,))
     x[:, 0, 0] = torch.where(torch.arange(8) < 5, -1.0, 1.0)
     return model, [(x[:5], y[:5]), (x[5:], y[5:])]
 
@@ -123,15 +118,7 @@ def test_without_damping_it_is_singular() -> None:
 
 
 def test_of_an_output_that_depends_on_the_input_alone_rows_are_zero() -> None:
-    class Doubled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unread = nn.Parameter(torch.ones(100))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * x
-
-    x = torch.ones(4, 3, requires_grad=True)
-    G = curvature.fisher(Doubled(), nn.MSELoss(), (x, torch.ones(4, 3))).compact()
+    x, model = torch.ones(4, 3, requires_grad=True), Raw(lambda m, x: 2 * x, unread=(100,))
+    G = curvature.fisher(model, nn.MSELoss(), (x, torch.ones(4, 3))).compact()
     assert isinstance(G, curvature.operators.SampleSpace)
     assert not G.to_dense().any() and torch.equal(G.solve(torch.ones(100), 0.5), torch.full((100,), 2.0))

@@ -12,33 +12,28 @@ from torch.overrides import TorchFunctionMode
 
 import curvature
 from support.builders import dense
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.oracles.brute_force import Matrices
 from support.oracles.kronecker import affine_layers, kronecker
+from support.rows import all_of_rows, same
 
 LOSS = nn.CrossEntropyLoss()
 
 
-class Net(nn.Module):
+def read(m: Any, x: Tensor) -> Tensor:
     """A convolution, a table that is read twice, and two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 2)
-        self.body = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
-        self.scale = nn.Parameter(torch.rand(3))
-        self.again = nn.Linear(3, 3, bias=False)
-        self.again.weight = self.body[2].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.again(self.scale * torch.tanh(self.body(self.conv(x[:, None]).flatten(1))))
+    return m.again(m.scale * torch.tanh(m.body(m.conv(x[:, None]).flatten(1))))
 
 
 def network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     with seeded(0):
-        return Net().double(), (torch.randn(5, 3).double(), torch.randint(3, (5,)))
+        body = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
+        parts = {"conv": nn.Conv1d(1, 2, 2), "body": body, "scale": nn.Parameter(torch.rand(3))}
+        model = Raw(read, **parts, again=nn.Linear(3, 3, bias=False))
+        model.again.weight = body[2].weight
+        return model.double(), (torch.randn(5, 3).double(), torch.randint(3, (5,)))
 
 
 SUBSETS = {
@@ -85,32 +80,15 @@ def test_per_sample_quantities(subset: str) -> None:
     chosen, names = SUBSETS[subset]
     rows = oracle.per_sample_gradients(model, LOSS, x, y)
     rows = {name: rows[name] for name in names}
-    found = curvature.per_sample_gradients(model, LOSS, x, y, parameters=chosen)
-    assert list(found) == names
-    for name in names:
-        matches(found[name], rows[name])
-    matches(curvature.per_sample_norms(model, LOSS, x, y, parameters=chosen), oracle.norms(rows))
-    matches(curvature.per_sample_gram(model, LOSS, x, y, parameters=chosen), oracle.gram(rows))
-    each = curvature.per_sample_norms_by_parameter(model, LOSS, x, y, parameters=chosen)
-    for name in names:
-        matches(each[name], rows[name].flatten(1).norm(dim=1))
+    all_of_rows(model, LOSS, x, y, rows, parameters=chosen)
     curvature.check_gradients(model, LOSS, x, y, parameters=chosen)
-    norms = oracle.norms(rows)
-    limit = float(norms.median())
-    clipped = curvature.clipped_gradient(model, LOSS, x, y, limit, parameters=chosen)
-    assert list(clipped) == names
-    for name in names:
-        matches(clipped[name], torch.tensordot((limit / norms).clamp(max=1), rows[name], 1))
     projection = curvature.KroneckerProjection(2)
     found = curvature.per_sample_projections(model, LOSS, x, y, projection, parameters=chosen)
     matches(found, projection(rows))
     columns = projection.columns(model, chosen)
     assert list(columns) == names and columns[names[-1]].stop == found.shape[1]
     whole = curvature.per_sample_jacobians(model, x)
-    some = curvature.per_sample_jacobians(model, x, parameters=chosen)
-    assert list(some) == names
-    for name in names:
-        matches(some[name], whole[name])
+    same(curvature.per_sample_jacobians(model, x, parameters=chosen), {name: whole[name] for name in names})
 
 
 @pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_blocks"])
@@ -209,22 +187,12 @@ def test_a_parameter_that_nothing_reads() -> None:
             dense(call(model, LOSS, data, parameters=["unread"]))
 
 
-class Routed(nn.Module):
-    """Every batch goes through the expert that its first sample asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[int(x[0, 0] > 0)](x)
-
-
 @pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_blocks"])
 def test_layers_that_a_later_batch_reads_first(builder: str) -> None:
-    """They have factors like the others; one that is never read has a block of zeros."""
+    """They have factors like the others; an expert that no batch is sent to has a block of zeros."""
     with seeded(0):
-        model = Routed().double()
+        experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        model = Raw(lambda m, x: m.experts[int(x[0, 0] > 0)](x), experts=experts).double()
         x, y = torch.randn(6, 3).double().abs(), torch.randint(3, (6,))
     batches = [(-x[:2], y[:2]), (x[2:], y[2:])]
     found = getattr(curvature, builder)(model, nn.CrossEntropyLoss(reduction="sum"), batches)

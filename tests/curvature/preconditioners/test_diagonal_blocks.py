@@ -12,6 +12,7 @@ from curvature.preconditioners import Block, invert
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
 from support.running_blocks import MODELS, block_of, close, columns_of, full, recorded, rows_of
+from support.training import train
 
 pytestmark = pytest.mark.fast
 
@@ -94,24 +95,17 @@ def test_a_side_that_is_not_larger_stays_whole():
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_checkpoints_keep_the_blocks(kind: type[KFAC]):
-    def build() -> tuple[nn.Module, KFAC]:
-        with seeded(1):
-            model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-        return model, kind(model, block_size=2)
-
-    x = torch.linspace(-1, 1, 32).reshape(8, 4)
-    (model, opt), (other, copy) = build(), build()
-    for _ in range(3):
-        opt.zero_grad()
-        model(x).square().mean().backward()
-        opt.step()
+    with seeded(1):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x, (opt, other) = torch.linspace(-1, 1, 32).reshape(8, 4), (kind(model, block_size=2) for _ in range(2))
+    train(model, opt, lambda output, _: output.square().mean(), x, x, 3)
     state = opt.state_dict()
-    copy.load_state_dict(state)
-    for one, two in zip(opt.store.blocks, copy.store.blocks, strict=True):
+    other.load_state_dict(state)
+    for one, two in zip(opt.store.blocks, other.store.blocks, strict=True):
         assert isinstance(two, Block) and [x.sizes for x in one.sides] == [x.sizes for x in two.sides]
         assert torch.equal(rows_of(one), rows_of(two))
     with pytest.raises(ValueError, match="block_size"):
-        kind(other).load_state_dict(state)
+        kind(model).load_state_dict(state)
 
 
 def test_what_block_size_is_refused():

@@ -75,55 +75,11 @@ def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
         assert [f.shape for f in found] == [g.shape for g in gradients]
 
 
-@each_model
-def test_restored_is_the_inverse_of_arranged(name: str):
-    model, x = built(name)
-    block = block_of(recorded(model, x), model)
-    parameters = [dict(model.named_parameters())[k].detach() for k in block.names]
-    arrangement = block.scheme.arrangement
-    for found, right in zip(arrangement.from_matrices(arrangement.to_matrices(parameters)), parameters, strict=True):
-        assert torch.equal(found, right)
-
-
-def test_arranged_is_groups_outputs_inputs():
-    """With the bias as the last input."""
-    model, x = built("grouped_conv")
-    weight, bias = (p.detach() for p in model.parameters())
-    expected = torch.cat([weight.reshape(2, 3, 6), bias.reshape(2, 3, 1)], 2)
-    assert torch.equal(block_of(recorded(model, x), model).scheme.arrangement.to_matrices([weight, bias]), expected)
-    model, x = built("transformers_conv1d")
-    block = block_of(recorded(model, x), model)
-    weight, bias = (p.detach() for p in model.parameters())
-    expected = torch.cat([weight.T, bias[:, None]], 1)[None]
-    assert torch.equal(block.scheme.arrangement.to_matrices([weight, bias]), expected)
-
-
 @pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "conv_transpose", "transformers_conv1d"])
 def test_a_block_is_a_layer(name: str):
     """Weight and bias together."""
     model, x = built(name)
     assert block_of(recorded(model, x), model).names == ("0.weight", "0.bias")
-
-
-def test_factors_are_their_definitions(device):
-    model, x = built("linear", device)
-    block = block_of(recorded(model, x), model)
-    a = torch.cat([x, x.new_ones(N, 1)], 1)
-    slopes = 1 - model[0](x).tanh().square()
-    b = model[2].weight.T * slopes[:, :, None]  # (n, o, vector)
-    close(columns_of(block)[0], a.T @ a / N)
-    close(rows_of(block)[0], (b @ b.mT).mean(0).detach())
-
-
-def test_factors_of_a_convolution_are_sums_over_pixels(device):
-    """Patches by `unfold`, backprops by the chain rule: an output is its pre-activation's tanh."""
-    model, x = built("conv", device)
-    block = block_of(recorded(model, x), model)
-    patches = F.unfold(x, 2).transpose(1, 2)
-    a = torch.cat([patches, torch.ones_like(patches[..., :1])], 2).flatten(0, 1)
-    slopes = (1 - model(x).square()).flatten(2)
-    close(columns_of(block)[0], a.T @ a / len(a))
-    close(rows_of(block)[0], torch.diag(slopes.square().sum((0, 2)) / N).detach())
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -142,21 +98,6 @@ def test_linear_networks_are_exact(layers: int, device):
         close(dense(block_of(roughly, model, names[0])), expected, rtol=0.15)
     if layers == 1:
         close(rows_of(block_of(exactly, model))[0], torch.eye(3, dtype=x.dtype, device=x.device))
-
-
-def test_transposed_convolutions_are_exact_with_a_term_for_every_place():
-    layer, x = nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1).double(), torch.randn(N, 2, 4).double()
-    block = block_of(recorded(layer, x), layer)
-    weight, bias = jacobians(layer, x, block.names)
-    j = block.scheme.arrangement.to_matrices([weight.flatten(0, 1), bias.flatten(0, 1)]).flatten(1)
-    close(dense(block), j.T @ j / N)
-
-
-def test_embeddings_are_exact_where_backprops_are_constant():
-    model, x = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)).double(), torch.arange(N) % 4
-    (j,) = jacobians(model, x, ["0.weight"])
-    j = j.mT.flatten(2).flatten(0, 1)  # outputs are the features, inputs the rows
-    close(dense(block_of(recorded(model, x), model)), j.T @ j / N)
 
 
 def uses_of(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -196,14 +137,6 @@ def test_sides_of_tied_weights_are_those_of_the_weight(name: str):
         expected, found = sum(pair[k] * pair[1 - k].trace() for pair in pairs), full(side)[0]
         expected = expected if side.ndim == 3 else expected.diagonal().diag()
         close(found / found.trace(), expected / expected.trace())
-
-
-@pytest.mark.parametrize("name", ["linear", "no_bias"])
-def test_sharing_is_the_same_with_one_place(name: str):
-    model, x = built(name)
-    one, two = (block_of(recorded(model, x, sharing=sharing), model) for sharing in ("expand", "reduce"))
-    close(rows_of(one), rows_of(two))
-    close(columns_of(one), columns_of(two))
 
 
 def test_samples_that_share_their_number_with_features():

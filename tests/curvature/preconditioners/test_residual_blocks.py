@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvature import Jacobian
 from curvature.kronecker.sums import invert_kronecker_sums
 from curvature.preconditioners import residual_blocks
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.oracles.residuals import damped_sum
 from support.residual_problem import Closure, by_hand, nested, problem, spread
 
@@ -98,18 +98,11 @@ def test_a_linear_layer_alone_is_exact_for_every_piece():
 
 
 def test_what_is_no_matrix_has_its_exact_diagonal():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.shift = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
-            self.head = nn.Linear(3, 1, bias=False)
-            self.idle = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head((x * self.scale).tanh() * self.scale + self.shift)
-
+    parts = {name: nn.Parameter(torch.rand(3)) for name in ("scale", "shift")}
+    forward = lambda m, x: m.head((x * m.scale).tanh() * m.scale + m.shift)
     with seeded(0):
-        model, x = Scaled().double(), torch.randn(9, 3).double()
+        model = Raw(forward, **parts, head=nn.Linear(3, 1, bias=False), idle=(2,)).double()
+        x = torch.randn(9, 3).double()
     jacobian = Jacobian.of(torch.cat([model(x)[:, 0], model(2 * x)[:, 0] ** 2]), model)
     blocks = {block.names: block for block in residual_blocks(jacobian.merged())}
     assert set(blocks) == {("scale",), ("shift",), ("idle",), ("head.weight",)}

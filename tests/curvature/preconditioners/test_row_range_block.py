@@ -15,6 +15,7 @@ from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded
 from support.running_blocks import block_of, close, measure, unit_vectors
+from support.training import train
 
 N, E = 6, 4
 INPUTS = {"query apart": (0, 4, 12), "all apart": (0, 4, 8, 12)}  # first rows of what is read together
@@ -114,17 +115,7 @@ def test_training(name: str, optimizer: type[KFAC]):
     """The report names the ranges; a run goes on bitwise from its checkpoint."""
     model, x, y = attention(name)
     opt = optimizer(model)
-
-    def train(model: nn.Module, opt: KFAC, steps: int) -> float:
-        for _ in range(steps):
-            opt.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            opt.step()
-        return loss.item()
-
-    first = train(model, opt, 1)
-    train(model, opt, 12)
+    losses = train(model, opt, F.mse_loss, x, y, 13)
     row = opt.report().split("attention.in_proj_weight")[1].split("attention.out_proj")[0]
     for start, stop in zip(INPUTS[name], INPUTS[name][1:], strict=False):
         assert f"rows {start}:{stop} B {stop - start}x{stop - start}, A 5x5" in row
@@ -132,6 +123,7 @@ def test_training(name: str, optimizer: type[KFAC]):
     other = copy.deepcopy(model)
     again = optimizer(other)
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert train(other, again, 12) == train(model, opt, 12) < first
+    own = train(model, opt, F.mse_loss, x, y, 12)
+    assert train(other, again, F.mse_loss, x, y, 12) == own and own[-1] < losses[0]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert again.report() == opt.report() and again.stats()["conditions"] == opt.stats()["conditions"]

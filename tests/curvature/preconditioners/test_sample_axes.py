@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,57 +13,44 @@ from torch import Tensor, nn
 from curvature import empirical
 from curvature.preconditioners import block_diagonal
 from optimizers import EKFAC, KFAC
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 
 
-class Attention(nn.Module):
+def attend(m: nn.Module, x: Tensor) -> Tensor:
     """Sequences (N, T, 6), or (T, N, 6), to (N, 6)."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.first, self.attention = batch_first, nn.MultiheadAttention(6, 2, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.first else x.transpose(0, 1)
-        return self.attention(x, x, x)[0].mean(1 if self.first else 0)
+    first = m.attention.batch_first
+    x = x if first else x.transpose(0, 1)
+    return m.attention(x, x, x)[0].mean(1 if first else 0)
 
 
-class Folded(nn.Module):
+def attention(batch_first: bool) -> nn.Module:
+    return Raw(attend, attention=nn.MultiheadAttention(6, 2, batch_first=batch_first))
+
+
+def fold(m: nn.Module, x: Tensor) -> Tensor:
     """Positions and samples in one axis, the positions first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x.transpose(0, 1).flatten(0, 1)).tanh()
-        return self.two(h).unflatten(0, (x.shape[1], -1)).sum(0)
+    h = m.one(x.transpose(0, 1).flatten(0, 1)).tanh()
+    return m.two(h).unflatten(0, (x.shape[1], -1)).sum(0)
 
 
-MODELS = {
-    "batch first": lambda: Attention(True),
-    "sequence first": lambda: Attention(False),
-    "folded": Folded,
+def cut(m: nn.Module, x: Tensor) -> Tensor:
+    """Positions (t, s) to an axis of t, samples and s: (2 N s, 6)."""
+    h = x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
+    return m.two(m.one(h).tanh()).unflatten(0, (2, len(x), -1)).sum((0, 2))
+
+
+two_layers = lambda: {"one": nn.Linear(6, 5), "two": nn.Linear(5, 3)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batch first": lambda: attention(True),
+    "sequence first": lambda: attention(False),
+    "folded": lambda: Raw(fold, **two_layers()),
     "as many features as samples": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)),
 }
 
 
-class Windows(nn.Module):
-    """Positions (t, s) to an axis of t, samples and s."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = len(x)
-        h = x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)  # (2 N s, 6)
-        return self.two(self.one(h).tanh()).unflatten(0, (2, count, -1)).sum((0, 2))
-
-
 def last_layer_of_zeros() -> nn.Module:
     """No gradient comes to the attention at first."""
-    model = nn.Sequential(Attention(True), nn.Linear(6, 3))
+    model = nn.Sequential(attention(True), nn.Linear(6, 3))
     nn.init.zeros_(model[1].weight)
     return model
 
@@ -72,33 +59,23 @@ MAKERS = {"KFAC": KFAC, "EKFAC": EKFAC, "empirical": lambda model: KFAC(model, i
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-@every_maker
-@pytest.mark.parametrize("samples", [8, 4])  # four is the number of positions, too
-@pytest.mark.parametrize("name", MODELS)
-def test_changes_of_samples_are_aligned(make: Any, name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_last_changes(make, MODELS[name], [(samples, 4)] * 2, monkeypatch)
+ALIKE = [(name, [(samples, 4)] * 2) for name in MODELS for samples in (8, 4)]  # four is the number of positions, too
+ONE_FIRST = [(name, [(1, 4), (8, 4), (8, 4)]) for name in [*MODELS][:3]]  # one sample says nothing
+OTHERS = [(name, [(8, 4), (6, 5), (5, 6)]) for name in ("batch first", "folded")]
 
 
 @every_maker
-@pytest.mark.parametrize("name", [*MODELS][:3])
-def test_a_first_batch_of_one_sample_says_nothing(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_last_changes(make, MODELS[name], [(1, 4), (8, 4), (8, 4)], monkeypatch)
+@pytest.mark.parametrize("name, batches", [*ALIKE, *ONE_FIRST, *OTHERS])
+def test_changes_of_samples_are_aligned(
+    make: Any, name: str, batches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_last_changes(make, MODELS[name], batches, monkeypatch)
 
 
 @every_maker
-def test_gradients_that_vanish_say_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_vanish_and_samples_in_the_middle_of_an_axis(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_last_changes(make, last_layer_of_zeros, [(8, 4)] * 3, monkeypatch)
-
-
-@every_maker
-@pytest.mark.parametrize("name", ["batch first", "folded"])
-def test_lengths_and_batches_that_change(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_last_changes(make, MODELS[name], [(8, 4), (6, 5), (5, 6)], monkeypatch)
-
-
-@every_maker
-def test_samples_in_the_middle_of_an_axis(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_last_changes(make, Windows, [(6, 4), (5, 8)], monkeypatch)
+    check_last_changes(make, lambda: Raw(cut, **two_layers()), [(6, 4), (5, 8)], monkeypatch)
 
 
 def check_last_changes(make: Any, build: Any, batches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
-from curvature import Tape, Use, capture
+from curvature import Tape, Use, capture, per_sample_gradients
+from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
 from support.oracles.brute_force import forward
 from support.snapshots import unchanged
@@ -76,32 +78,9 @@ def assert_explains(model: nn.Module, tape: Tape, output: Tensor, device: str) -
                 )
 
 
-class Tied(nn.Module):
-    """An embedding, its transpose read outside its module, and a layer that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.inner = nn.Embedding(5, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.inner(self.inner(self.words(x)).tanh()), self.words.weight)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=False)
-        return self.last(checkpoint(self.second, x, use_reentrant=False))
-
-
-def in_place() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Linear(4, 2)
-    )
+in_place = lambda: nn.Sequential(
+    nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Linear(4, 2)
+)
 
 
 def overwritten(m: nn.Module, x: Tensor) -> Tensor:
@@ -111,24 +90,34 @@ def overwritten(m: nn.Module, x: Tensor) -> Tensor:
     return m.last(z)
 
 
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    x = checkpoint(lambda x: m.first(x).tanh(), x, use_reentrant=False)
+    return m.last(checkpoint(m.second, x, use_reentrant=False))
+
+
+def tied(m: Any, x: Tensor) -> Tensor:
+    """An embedding, its transpose read outside its module, and a layer that is called twice."""
+    return F.linear(m.inner(m.inner(m.words(x)).tanh()), m.words.weight)
+
+
+plain = lambda device: draw(5, 3, device=device)
+second = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+ends = lambda **more: {"first": nn.Linear(3, 4), "last": nn.Linear(4, 2), **more}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Any]]] = {
-    "plain": (sequential, lambda device: draw(5, 3, device=device)),
+    "plain": (sequential, plain),
     "leading_dimensions": (sequential, lambda device: draw(5, 2, 6, 3, device=device)),
-    "in_place": (in_place, lambda device: draw(5, 3, device=device)),
-    "overwritten": (
-        lambda: Raw(overwritten, first=nn.Linear(3, 4), last=nn.Linear(4, 2)),
-        lambda device: draw(5, 3, device=device),
+    "in_place": (in_place, plain),
+    "overwritten": (lambda: Raw(overwritten, **ends()), plain),
+    "twice": (lambda: Raw(lambda m, x: m.inner(m.inner(x).tanh()), inner=nn.Linear(3, 3)), plain),
+    "tied": (
+        lambda: Raw(tied, words=nn.Embedding(5, 4), inner=nn.Linear(4, 4)),
+        lambda device: torch.arange(6, device=device).reshape(2, 3) % 5,
     ),
-    "twice": (
-        lambda: Raw(lambda m, x: m.inner(m.inner(x).tanh()), inner=nn.Linear(3, 3)),
-        lambda device: draw(5, 3, device=device),
-    ),
-    "tied": (Tied, lambda device: torch.arange(6, device=device).reshape(2, 3) % 5),
     "outside": (
         lambda: Raw(lambda m, x: F.linear(x, m.inner.weight, bias=m.inner.bias).sin(), inner=nn.Linear(3, 2)),
-        lambda device: draw(5, 3, device=device),
+        plain,
     ),
-    "checkpoint": (Checkpointed, lambda device: draw(5, 3, device=device)),
+    "checkpoint": (lambda: Raw(checkpointed, **ends(second=second())), plain),
     "tuple": (
         lambda: Raw(lambda m, x, y: m.inner(x) * y, inner=nn.Linear(3, 2)),
         lambda device: (draw(5, 3, device=device), draw(5, 2, device=device)),
@@ -142,21 +131,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_backprops(name: str, device):
-    make, inputs = MODELS[name]
-    model = built(make, device)
-    with capture(model) as tape:
-        output = forward(model, inputs(device))
-    assert_explains(model, tape, output, device)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_are_the_same_as_without(name: str, device):
+    """Outputs are the same as without, and nothing is left behind."""
     make, inputs = MODELS[name]
     model, x = built(make, device), inputs(device)
     expected = forward(model, x)
-    with capture(model):
-        found = forward(model, x)
-    assert torch.equal(found, expected) and found.requires_grad
+    with unchanged(model, x):
+        with capture(model) as tape:
+            output = forward(model, x)
+        assert torch.equal(output, expected) and output.requires_grad
+        assert_explains(model, tape, output, device)
+    assert active_modes() == 0
 
 
 def test_backprops_of_one_layer_are_the_gradient_at_its_output():
@@ -238,17 +222,6 @@ def test_activation_where_another_argument_is_frozen(device):
     assert use.activation.data_ptr() == x.data_ptr()
 
 
-def test_factor_of_activations_is_one_einsum(device):
-    """The recipe of the design: every layer's activations, whatever its dimensions, as (n, t, i)."""
-    model, x = built(sequential, device), draw(5, 6, 3, device=device)
-    with capture(model) as tape:
-        model(x)
-    a = tape.uses[0].activation
-    found = torch.einsum("nti,ntj->ij", a, a)
-    expected = sum(torch.outer(row, row) for row in x.reshape(-1, 3))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
 def test_parameters_inside_library_modules():
     """The output projection of an attention, whose forward is never called; every step of a recurrent layer."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -307,33 +280,24 @@ def test_a_capture_inside_a_capture():
 # -- nothing is left behind
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_leaves_nothing_behind(name: str, device):
-    make, inputs = MODELS[name]
-    model, x = built(make, device), inputs(device)
-    with unchanged(model, x):
-        with capture(model) as tape:
-            output = forward(model, x)
-        tape.backprops(output, torch.ones(2, *output.shape, device=device, dtype=output.dtype))
-    assert active_modes() == 0
+def failing(error: type[BaseException]) -> Any:
+    """Until told not to."""
 
-
-class Failing(nn.Module):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.inner, self.error, self.fails = nn.Linear(3, 2), error, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        if self.fails:
-            raise self.error("on purpose")
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.inner(x)
+        if m.fails:
+            raise error("on purpose")
         return x
+
+    model: Any = Raw(run, inner=nn.Linear(3, 2))
+    model.fails = True
+    return model
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_leaves_nothing_behind_after_an_exception(error: type[BaseException]):
     """An interrupt is what a notebook's stop button sends."""
-    model, x = Failing(error), torch.ones(5, 3)
+    model, x = failing(error), torch.ones(5, 3)
     try:
         with unchanged(model), pytest.raises(error, match="on purpose"), capture(model):
             model(x)
@@ -349,7 +313,7 @@ def test_leaves_nothing_behind_after_an_exception(error: type[BaseException]):
 
 def test_an_exception_inside_the_context_is_survived():
     """A forward pass may fail, be caught, and be tried again."""
-    model = Failing(ValueError)
+    model = failing(ValueError)
     with capture(model) as tape:
         with pytest.raises(ValueError):
             model(torch.ones(5, 3))
@@ -398,3 +362,73 @@ def test_wrong_arguments():
     for wrong in (draw(5, 2), draw(2, 5, 3), draw(1, 4, 2)):
         with pytest.raises(ValueError, match="vectors"):
             tape.backprops(output, wrong)
+
+
+def test_a_recurrent_layer_is_its_products():
+    """Of the input and of the state at all times: nothing else, the zeros of the first state being data."""
+    with seeded(0):
+        gru, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
+    with capture(gru) as tape:
+        output, _ = gru(x)
+    torch.testing.assert_close(output, gru(x)[0])
+    shapes = [(use.function, use.activation.shape) for use in tape.uses if use.activation is not None]
+    assert shapes == [(F.linear, shape) for shape in [(5, 2, 3), (5, 2, 4)]] and len(tape.uses) == 2
+    states = tape.uses[1].activation
+    assert states is not None and not states[0].any() and torch.equal(states[1:], output[:-1])
+
+
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_are_those_of_the_kernel(kind: str, bias: bool):
+    """Of every output in every input, of first and second order, and those of several vectors at once."""
+    with seeded(0):
+        layer = KINDS[kind](3, 4, 2, bidirectional=True, bias=bias).double()
+        x = torch.randn(5, 6, 3, dtype=torch.float64, requires_grad=True)
+        states = [torch.randn(4, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(1 + (kind == "lstm"))]
+        inputs = [x, *states, *layer.parameters()]
+
+        def run() -> list[Tensor]:
+            output, last = layer(x, tuple(states) if len(states) > 1 else states[0])
+            return [output, *(last if isinstance(last, tuple) else [last])]
+
+        with capture(layer):
+            found = run()
+        expected = run()
+        vectors = [torch.randn(2, *out.shape, dtype=out.dtype) for out in found]
+        first = [v[0] for v in vectors]
+        directions = [torch.randn_like(x) for x in inputs]
+    equal(found, expected)
+    wanted = torch.autograd.grad(expected, inputs, first, create_graph=True)
+    equal(list(torch.autograd.grad(found, inputs, first, retain_graph=True)), list(wanted))
+    batched = torch.autograd.grad(found, inputs, vectors, retain_graph=True, is_grads_batched=True)
+    equal([g[0] for g in batched], list(wanted))
+    gradients = torch.autograd.grad(found, inputs, first, create_graph=True)
+    equal(list(gradients), list(wanted))
+    second = partial(torch.autograd.grad, grad_outputs=directions, materialize_grads=True)
+    equal(list(second(gradients, inputs)), list(second(wanted, inputs)))
+
+
+def test_a_plan_is_kept_where_gradients_of_early_steps_vanish():
+    """After 200 steps nothing arrives at the first, which tells nothing of where its samples are."""
+    with seeded(0):
+        model = Raw(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(3, 4, batch_first=True))
+        x, y = torch.randn(2, 200, 3), torch.randn(2, 4)
+    per_sample_gradients(model, nn.MSELoss(), x, y)
+    assert PLANS[model]
+
+
+def test_a_recurrent_layer_of_constants_is_no_data():
+    """Its products are of parameters alone, so that nobody takes one of their axes for that of samples."""
+    run = lambda m, x: x @ m.gru(m.constant)[0][-1].T
+    model = Raw(run, gru=nn.GRU(3, 4), constant=torch.ones(2, 4, 3))
+    with capture(model) as tape:
+        model(torch.randn(5, 4))
+    assert all(use.results for use in tape.uses[:-1]) and not tape.uses[-1].results

@@ -1,4 +1,4 @@
-"""Gradients, norms, Gram matrices and weighted sums of every kind of term, against plain sums over places."""
+"""Gradients, norms, Gram matrices and sums of products of every kind of term, against plain sums over places."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.terms import (
+    AffineLayout,
     Convolution,
     DenseGradients,
     ElementwiseProduct,
     IndexedRows,
     OuterProduct,
     RowSlice,
+    StackedTerms,
     Term,
     TransposedConvolution,
     contractions,
+    joined,
     merge_places,
     pairs,
+    sum_of_products,
     unfold,
 )
 from support.cases.case import seeded
@@ -352,3 +356,63 @@ def test_places_that_cancel(kind: str) -> None:
     assert ((gram(terms).double() - flat @ flat.T).abs() <= 3e-4 * scale).all()
     halves = [[term.samples(part) for term in terms] for part in (slice(0, 8), slice(8, None))]
     assert ((contractions.cross_gram(*halves).double() - (flat @ flat.T)[:8, 8:]).abs() <= 3e-4 * scale[:8, 8:]).all()
+
+
+VECTORS = 3
+
+
+def of_pixels(groups: int, x: Tensor) -> Term:
+    return Convolution(x, draw(N, 1, 6, 6, 5), (6, 4 // groups, 3, 3), (1, 1), (1, 1), groups, (1, 1, 1, 1))
+
+
+def of_places(groups: int, a: Tensor) -> Term:
+    return OuterProduct(a, draw(N, a.shape[1], groups, 3), (groups * 3, 4))
+
+
+def stacked(vectors: list[list[Term]]) -> StackedTerms:
+    return StackedTerms(replace(vectors[0][0], b=torch.cat([term.b for (term,) in vectors])), VECTORS, N)
+
+
+@pytest.mark.parametrize("chunk", [500, 1 << 24])
+@pytest.mark.parametrize("is_square", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("places", ["pixels", 1, 2])
+def test_sums_of_products(places, groups: int, is_square: bool, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(contractions, "CACHED_CHUNK_ELEMENTS", chunk)
+    with seeded(0):
+        data = draw(N, 1, 4, 6, 5) if places == "pixels" else draw(N, places, groups, 4)
+        make = of_pixels if places == "pixels" else of_places
+        left, right = ([[make(groups, data)] for _ in range(VECTORS)] for _ in range(2))
+        weights = torch.rand(N, dtype=torch.float64)
+    right = left if is_square else right
+    expected = sum(
+        torch.tensordot(weights, u.gradients() * w.gradients(), 1) for (u,), (w,) in zip(left, right, strict=True)
+    )
+    torch.testing.assert_close(sum_of_products(left, right, weights, []), expected)
+    stack = stacked(left)
+    found = sum_of_products(stack, stack if is_square else stacked(right), weights, [])
+    torch.testing.assert_close(found, expected)
+
+
+def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> None:
+    whole = draw(4, 2, 3)
+    assert joined(whole.unbind()).data_ptr() == whole.data_ptr()
+    for parts in (whole.unbind()[::-1], whole.unbind()[::2], whole.mT.unbind(), [whole[0], whole[2], whole[1]]):
+        torch.testing.assert_close(joined(parts), torch.cat(list(parts)), rtol=0, atol=0)
+
+
+SIZES = (2, 3, 4)  # g, o, i
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_axes_in_any_order(order: tuple[int, ...], has_bias: bool) -> None:
+    """Axis k of the weight is axis `order[k]` of (g, o, i)."""
+    matrices = torch.arange(2 * 3 * (4 + has_bias)).reshape(2, 3, 4 + has_bias)
+    weight, bias = matrices[..., :4].permute(order), matrices[..., 4:].reshape(-1)
+    shapes = (tuple(weight.shape), (6,))[: 1 + has_bias]
+    layout = AffineLayout(shapes, 2, 3, SIZES, order)
+    tensors = [weight, bias][: 1 + has_bias]
+    assert torch.equal(layout.to_matrices(tensors), matrices)
+    assert torch.equal(layout.to_matrices([x[None] for x in tensors])[0], matrices)
+    assert all(torch.equal(*pair) for pair in zip(layout.from_matrices(matrices), tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Parameters that are cut into rows before they are read."""
+"""Parameters that are cut into rows before they are read, and biases that belong to a weight or do not."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import curvature
 from curvature.kronecker.factors import Scheme
 from curvature.terms import RowSlice
 from curvature.terms.contractions import gradients, row_ranges
-from support.cases.case import Raw
+from optimizers import EKFAC, KFAC
+from support.cases.case import Raw, seeded
+from support.oracles.influence import own_gradients, scores
 from support.views import WEIGHTS, N, built, close, drawn, means, terms_of
 
 pytestmark = pytest.mark.fast
-
-
-class Attention(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=True, **options)
-
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        return self.inner(x, y, z, need_weights=False)[0]
 
 
 def cut(function: Callable[[Tensor], Sequence[Tensor]]) -> nn.Module:
@@ -73,36 +67,28 @@ def test_rows_that_are_read_apart_have_terms_of_their_own(name: str):
 
 
 @pytest.mark.parametrize(
-    "apart",
+    "reads, bias",
     [
-        lambda x, w, b: [F.linear(x, w[:2], b[2:]), F.linear(x, w[2:], b[:2])],
-        lambda x, w, b: [F.linear(x, w[:2], b[:2]) + b[2:]],
-        lambda x, w, b: [F.linear(x, w, b), x @ w.T],
-        lambda x, w, b: [torch.addmm(b[:3], x[:, 0, :2], w[:2])],
+        (lambda x, w, b: [F.linear(x, w[:2], b[2:]), F.linear(x, w[2:], b[:2])], None),
+        (lambda x, w, b: [F.linear(x, w[:2], b[:2]) + b[2:]], None),
+        (lambda x, w, b: [F.linear(x, w, b), x @ w.T], None),
+        (lambda x, w, b: [torch.addmm(b[:3], x[:, 0, :2], w[:2])], None),
+        (lambda x, w, b: [F.linear(x, w, b), F.linear(x, w)], "bias"),
+        (lambda x, w, b: [F.linear(x, w[:2], b[:2]), F.linear(x, w[2:])], "bias"),
+        (lambda x, w, b: [F.linear(x, w, b), F.linear(x, w[2:])], "bias"),
     ],
 )
-def test_a_bias_that_meets_other_rows_does_not_belong_to_the_weight(apart: Callable[..., list[Tensor]]):
-    run = lambda m, x: torch.cat([part.flatten(1) for part in apart(x, m.weight, m.bias)], 1)
-    model = built(lambda: Raw(run, weight=(4, 3), bias=(4,)))
-    assert terms_of(model, drawn(N, 2, 3))[1]["weight"] is None
-
-
-@pytest.mark.parametrize(
-    "reads",
-    [
-        lambda x, w, b: [F.linear(x, w, b), F.linear(x, w)],
-        lambda x, w, b: [F.linear(x, w[:2], b[:2]), F.linear(x, w[2:])],
-        lambda x, w, b: [F.linear(x, w, b), F.linear(x, w[2:])],
-    ],
-)
-def test_a_bias_belongs_to_a_weight_that_is_read_without_it_too(reads: Callable[..., list[Tensor]]):
+def test_a_bias_that_meets_no_other_rows_belongs_to_the_weight(reads: Callable[..., list[Tensor]], bias: str | None):
+    """Also to one that is read without it, too."""
     run = lambda m, x: torch.cat([part.flatten(1) for part in reads(x, m.weight, m.bias)], 1)
     model = built(lambda: Raw(run, weight=(4, 3), bias=(4,)))
-    assert terms_of(model, drawn(N, 2, 3))[1]["weight"] == "bias"
+    assert terms_of(model, drawn(N, 2, 3))[1]["weight"] == bias
 
 
 def test_cross_attention_is_in_pieces():
-    model, x, y, z = built(Attention), drawn(N, 2, 4), drawn(N, 3, 4, seed=2), drawn(N, 3, 4, seed=3)
+    run = lambda m, *x: m.inner(*x, need_weights=False)[0]
+    model = built(lambda: Raw(run, inner=nn.MultiheadAttention(4, 2, batch_first=True)))
+    x, y, z = drawn(N, 2, 4), drawn(N, 3, 4, seed=2), drawn(N, 3, 4, seed=3)
     for inputs, expected in {(x, y, y): [(0, 4), (4, 12)], (x, y, z): [(0, 4), (4, 8), (8, 12)]}.items():
         terms, biases, _ = terms_of(model, *inputs)
         assert [(p.start, p.stop) for p in row_ranges(terms["inner.in_proj_weight"])] == expected
@@ -129,3 +115,54 @@ def test_rows_of_one_parameter_read_by_one_and_together_by_another_are_one_piece
     terms, _, _ = terms_of(built(lambda: Raw(run, weight=(4, 3))), drawn(N, 2, 3))
     (piece,) = row_ranges(terms["weight"])
     assert piece.terms is terms["weight"] and gradients(piece.terms).shape == (N, 4, 3)
+
+
+LOSS = nn.CrossEntropyLoss()
+FACTORS = [(1.0, 1.0), (0.5, 1.0), (1.0, 2.0), (2.0, 2.0), (0.0, 1.0)]
+
+
+def scaled_bias(beta: float, alpha: float) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        forward = lambda m, x: torch.addmm(m.bias, x, m.weight, beta=beta, alpha=alpha)
+        return Raw(forward, weight=(4, 3), bias=(3,)).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+
+
+@pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize(("beta", "alpha"), FACTORS)
+def test_factors_of_one_sample_are_its_gauss_newton_matrix(beta: float, alpha: float, build: Any) -> None:
+    """Both factors have no more than one term then; weight and bias are one block if their factors are alike."""
+    model, x, y = scaled_bias(beta, alpha)
+    blocks = build(model, LOSS, (x[:1], y[:1])).blocks
+    assert len(blocks) == (1 if beta == alpha else 2)
+    for block in blocks.values():
+        exact = curvature.gauss_newton(model, LOSS, (x[:1], y[:1]), parameters=block.space.names)
+        jacobian = curvature.per_sample_jacobians(model, x[:1], parameters=block.space.names)
+        rows = torch.cat([jacobian[name].reshape(3, -1) for name in block.space.names], 1)
+        p = model(x[:1])[0].detach().softmax(0)
+        expected = rows.T @ (p.diag() - p.outer(p)) @ rows
+        torch.testing.assert_close(exact.to_dense(), expected)
+        torch.testing.assert_close(block.to_dense(), expected)
+
+
+@pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize(("beta", "alpha"), FACTORS)
+def test_scores_and_posteriors_are_those_of_the_matrix(beta: float, alpha: float, build: Any) -> None:
+    model, x, y = scaled_bias(beta, alpha)
+    K, rows = build(model, LOSS, (x, y)), own_gradients(model, LOSS, x, y)
+    found = curvature.influence(model, LOSS, (x, y), (x[:2], y[:2]), K, damping=0.1)
+    torch.testing.assert_close(found, scores(K.to_dense(), rows[:2], rows, 0.1))
+    posterior = curvature.laplace(model, LOSS, (x, y), prior=2.0)
+    jacobian = curvature.per_sample_jacobians(model, x)
+    J = torch.cat([part.reshape(6, 3, -1) for part in jacobian.values()], 2)
+    expected = J @ torch.linalg.inv(posterior.precision.to_dense()) @ J.mT
+    torch.testing.assert_close(posterior.outputs(x)[1], expected)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+def test_optimizers_keep_them_apart(make: Any) -> None:
+    for factors, blocks in (((1.0, 1.0), 1), ((0.5, 2.0), 2)):
+        model, x, y = scaled_bias(*factors)
+        opt = make(model)
+        LOSS(model(x), y).backward()
+        opt.step()
+        assert len(opt.store.blocks) == blocks

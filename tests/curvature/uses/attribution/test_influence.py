@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 import curvature
 import curvature.uses.attribution.scores
 from curvature.uses.attribution.scores import LowRank, compress
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.oracles.influence import own_gradients, scores
 
 D = 0.3
@@ -46,21 +46,11 @@ MATRICES: dict[str, Callable[..., curvature.Operator]] = {
 }  # fmt: skip
 
 
-class Scaled(nn.Module):
-    """A parameter without axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.out = nn.Parameter(torch.tensor(1.3)), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.scale * x))
-
-
 @pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place])
 def test_parameters_without_axes(score: Callable[..., Any]) -> None:
     with seeded(0):
-        model = Scaled().double()
+        forward = lambda m, x: m.out(torch.tanh(m.scale * x))
+        model = Raw(forward, scale=nn.Parameter(torch.tensor(1.3)), out=nn.Linear(2, 3)).double()
         train, query = ((torch.randn(n, 2).double(), torch.arange(n) % 3) for n in (7, 4))
     K = curvature.gauss_newton(model, LOSS, train)
     expected = scores(K.to_dense(), own_gradients(model, LOSS, *query), own_gradients(model, LOSS, *train), D)
@@ -121,18 +111,10 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         curvature.influence(model, LOSS, train, query, whole, query_rank=0)
 
 
-class Sequences(nn.Module):
+def read(m: Any, x: Tensor) -> Tensor:
     """Layers that read a weight at several places, with and without biases, in groups, transposed, and tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix, self.plain = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
-        self.grouped, self.turned = nn.Conv1d(6, 4, 1, groups=2), nn.Parameter(torch.randn(4, 3))
-        self.out = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.plain(self.mix(self.mix(self.embed(x)).tanh()).tanh())
-        return self.out((self.grouped(x.mT).tanh().mT @ self.turned).mean(1))
+    x = m.plain(m.mix(m.mix(m.embed(x)).tanh()).tanh())
+    return m.out((m.grouped(x.mT).tanh().mT @ m.turned).mean(1))
 
 
 @pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
@@ -141,7 +123,9 @@ def test_scores_in_eigenbases_are_those_of_the_parameters(
     build: Callable[..., curvature.Operator], length: int
 ) -> None:
     with seeded(0):
-        model = Sequences().double()
+        layers = {"embed": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "plain": nn.Linear(4, 6, bias=False)}
+        layers |= {"grouped": nn.Conv1d(6, 4, 1, groups=2), "out": nn.Linear(3, 3)}
+        model = Raw(read, **layers, turned=(4, 3)).double()
         train, query = ((torch.randint(5, (n, length)), torch.randint(3, (n,))) for n in (6, 3))
     longer = [train, (train[0].repeat(1, 4), train[1])]  # places for which a basis would not be taken
     K = build(model, LOSS, train)
@@ -187,23 +171,16 @@ def test_one_layer_alone() -> None:
     torch.testing.assert_close(parts, {name: every[name] for name in parts})
 
 
-class Tokens(nn.Module):
+def tokens(m: Any, words: Tensor) -> Tensor:
     """A tied embedding, a layer for each token, a norm, a parameter that is added whatever the token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
-        self.places = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.norm(torch.tanh(self.mix(self.table(tokens) + self.places))) @ self.table.weight.T
+    return m.norm(torch.tanh(m.mix(m.table(words) + m.places))) @ m.table.weight.T
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def gradients_by_token(model: Tokens, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def gradients_by_token(model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """(N, places, *shape): with a copy of each parameter for every token, or for every read of it."""
     rows: dict[str, list[Tensor]] = {"table.weight": [], "mix.weight": [], "norm.weight": []}
     for own, wanted in zip(tokens, targets, strict=True):
@@ -225,7 +202,8 @@ def gradients_by_token(model: Tokens, tokens: Tensor, targets: Tensor) -> dict[s
 
 def test_each_token_has_its_share() -> None:
     with seeded(0):
-        model = Tokens().double()
+        layers = {"table": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+        model = Raw(tokens, **layers, places=(3, 4)).double()
         train, query = ((torch.randint(5, (n, 3)), torch.randint(5, (n, 3))) for n in (4, 2))
     K = curvature.gauss_newton(model, token_loss, train).materialise()
     order = torch.tensor([0, 1, 3, 2])

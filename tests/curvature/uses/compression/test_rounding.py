@@ -1,4 +1,4 @@
-"""Rounded parameters against the surgeon's updates on the dense matrix, one weight at a time."""
+"""Rounded and pruned parameters against the surgeon's updates on the dense matrix, one weight at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import curvature
-from curvature.operators import Diagonal
+from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree
 from curvature.operators.kronecker import Kronecker
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import compression as oracle
 from support.snapshots import unchanged
@@ -60,10 +60,10 @@ def test_other_structures(structure):
     matches(found, oracle.rounded(H, w, H.diagonal().argsort(descending=True).tolist(), grids), 1e-8)
 
 
-def network() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def network(inputs: int = 6, hidden: int = 8, count: int = 40) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     with seeded(0):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        return model, (torch.randn(40, 6).double(), torch.arange(40) % 3)
+        model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
+        return model, (torch.randn(count, inputs).double(), torch.arange(count) % 3)
 
 
 def test_models_bits_by_name_and_fewer_errors_than_the_nearest_levels():
@@ -91,17 +91,10 @@ def test_rows_that_are_read_apart():
         attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
         x, y = (torch.randn(6, 3, 4).double(), torch.randn(6, 5, 4).double()), torch.randn(6, 3, 4).double()
 
-    class Crossed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = attention
-
-        def forward(self, a, b):
-            return self.inner(a, b, b, need_weights=False)[0]
-
-    K = curvature.kfac(Crossed(), nn.MSELoss(), (x, y))
+    model = Raw(lambda m, a, b: m.inner(a, b, b, need_weights=False)[0], inner=attention)
+    K = curvature.kfac(model, nn.MSELoss(), (x, y))
     assert any(type(block).__name__ == "RowBlocks" for block in K.blocks.values())
-    found = curvature.quantize(K, Crossed(), 2)
+    found = curvature.quantize(K, model, 2)
     weight, bias = attention.in_proj_weight.detach(), attention.in_proj_bias.detach()
     part = K.blocks["inner.in_proj_weight"].inner.blocks["inner.in_proj_weight[0:4]"]
     mean = 0.01 * float(K.trace()) / K.space.size
@@ -120,3 +113,143 @@ def test_what_cannot_be_rounded_is_refused():
             curvature.quantize(K, model, {name: 4})
     with pytest.raises(ValueError, match="Use a damping above"):
         curvature.quantize(K, model, 4, damping=0.0)
+
+
+DAMPING = 0.3
+
+
+@pytest.mark.parametrize("structure", structures())
+def test_saliencies_and_one_round(structure):
+    """A diagonal lets nothing follow; of all others the removal of one weight, and of many, is that of the surgeon."""
+    op, matrix = structures()[structure](Source())
+    w = Source(seed=1).normal(op.space.size)
+    H = matrix + DAMPING * torch.eye(len(w)).to(matrix)
+    found = op.space.flatten(curvature.saliencies(op, op.space.split(w), DAMPING))
+    expected = torch.stack([oracle.saliency(H, w, q) for q in range(len(w))])
+    matches(found, expected, 1e-8)
+    names = [name for name, shape in zip(op.space.names, op.space.shapes, strict=True) if len(shape) > 1]
+    if names:
+        new, masks = curvature.prune(op, op.space.split(w), 0.4, DAMPING, rounds=1)
+        assert list(new) == list(op.space.names) and list(masks) == names
+        places = op.space.positions(names)
+        flat = torch.cat([masks[name].flatten() for name in names])
+        least = found[places].argsort()[: round(0.4 * len(places))]
+        assert set((~flat).nonzero()[:, 0].tolist()) == set(least.tolist())
+        matches(op.space.flatten(new), oracle.without(H, w, places[least].tolist()), 1e-7)
+
+
+def test_a_dense_matrix_with_a_round_for_each_weight_is_optimal_brain_surgeon():
+    source = Source()
+    space = source.space(a=(4, 3), b=(3,), c=(2, 2))
+    matrix, w = source.definite(d=19), source.normal(19)
+    H, prunable = matrix + 0.01 * torch.eye(19).to(matrix), [*range(12), *range(15, 19)]
+    for count in (1, 7, 13):
+        expected, removed = oracle.surgeon(H, w, prunable, count)
+        new, masks = curvature.prune(Dense(space, matrix), space.split(w), count / 16, 0.01, rounds=40)
+        matches(space.flatten(new), expected, 1e-8)
+        gone = torch.cat([~masks["a"].flatten(), torch.zeros(3, dtype=torch.bool), ~masks["c"].flatten()])
+        assert set(gone.nonzero()[:, 0].tolist()) == set(removed)
+
+
+def test_a_block_without_weights_before_the_last_round():
+    source = Source()
+    space = source.space(a=(2, 2), b=(2, 3))
+    blocks = [Dense(space.subspace([name]), source.definite(d=d)) for name, d in (("a", 4), ("b", 6))]
+    matrix, w = BlockDiagonal(space, blocks), source.normal(10)
+    w[:4] *= 1e-6
+    new, masks = curvature.prune(matrix, space.split(w), 0.8, 0.01, rounds=2)
+    assert not masks["a"].any() and int(masks["b"].sum()) == 2
+    H = matrix.to_dense() + 0.01 * torch.eye(10).to(w)
+    gone = (~torch.cat([masks[name].flatten() for name in space.names])).nonzero()[:, 0].tolist()
+    matches(space.flatten(new), oracle.without(H, w, gone), 1e-7)
+
+
+def test_rounds_of_other_matrices_end_where_the_surgeon_ends_with_their_masks():
+    model, data = network(4, 5, 9)
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for K in (curvature.kfac(model, LOSS, data), curvature.ekfac(model, LOSS, data)):
+        with unchanged(model):
+            new, masks = curvature.prune(K, model, 0.6, 1e-3)
+        assert masks.keys() == {"0.weight", "2.weight"}
+        assert sum(int((~mask).sum()) for mask in masks.values()) == round(0.6 * 35)
+        kept = {name: masks.get(name, torch.ones_like(p, dtype=torch.bool)) for name, p in new.items()}
+        removed = (~torch.cat([m.flatten() for m in kept.values()])).nonzero()[:, 0].tolist()
+        H = K.to_dense() + 1e-3 * torch.eye(len(theta)).double()
+        flat = torch.cat([p.flatten() for p in new.values()])
+        assert not flat[removed].any() and flat.count_nonzero() == len(flat) - len(removed)
+        matches(flat, oracle.without(H, theta, removed), 1e-7)
+
+
+def test_later_rounds_look_at_the_weights_as_they_are_then():
+    source = Source()
+    space, matrix, theta = source.space(a=(4, 5)), source.definite(d=20, rank=6), source.normal(20)
+    H = matrix + 0.01 * torch.eye(20).to(matrix)
+    alone, w = 1 / torch.linalg.inv(H).diagonal(), theta
+    K, named = MatrixFree(space, lambda V: matrix @ V), space.split(theta)
+    with_rounds = lambda rounds: curvature.prune(K, named, 0.6, 0.01, rounds=rounds)
+    for count in [round(20 * (1 - 0.4 ** (r / 4))) for r in range(1, 5)]:
+        w = oracle.without(H, theta, (w.square() * alone).argsort()[:count].tolist())
+    # all but the last of these systems are solved roughly, which changes no choice here
+    matches(with_rounds(4)[0]["a"].flatten(), w, 1e-7)
+    assert not torch.equal(with_rounds(4)[1]["a"], with_rounds(1)[1]["a"])
+
+
+def test_diagonals_are_optimal_brain_damage_and_ones_are_magnitude():
+    model, data = network(4, 5, 9)
+    d = curvature.fisher_diagonal(model, LOSS, data)
+    space = curvature.Space.of(d)
+    named = dict(model.named_parameters())
+    found = curvature.saliencies(Diagonal(space, space.flatten(d)), model)
+    for name, s in found.items():
+        matches(s, d[name] * named[name].detach() ** 2 / 2)
+    new, masks = curvature.prune(Diagonal(space, torch.ones(space.size).double()), model, {"0.weight": 0.5})
+    weights = named["0.weight"].detach()
+    assert torch.equal(masks["0.weight"], weights.abs() > weights.abs().flatten().sort().values[9])
+    matches(new["0.weight"], weights * masks["0.weight"])
+    assert list(masks) == ["0.weight"] and all(torch.equal(new[n], named[n]) for n in named if n != "0.weight")
+
+
+def test_pruning_in_steps_adds_zeros_and_the_default_damping_is_relative():
+    model, data = network(4, 5, 9)
+    K = curvature.kfac(model, LOSS, data)
+    mean = float(K.trace()) / K.space.size
+    some, first = curvature.prune(K, model, 0.3)
+    for one, other in (
+        (some, curvature.prune(K, model, 0.3, 0.01 * mean)[0]),
+        (some, curvature.prune(1e3 * K, model, 0.3)[0]),
+    ):
+        matches(K.space.flatten(one), K.space.flatten(other), 1e-8)
+    more, second = curvature.prune(K, some, 0.6)
+    assert all(bool((first[name] | ~second[name]).all()) for name in first)
+    assert sum(int((p == 0).sum()) for p in more.values()) == round(0.6 * 35)
+    none, masks = curvature.prune(K, model, 0.0)
+    matches(K.space.flatten(none), torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert all(mask.all() for mask in masks.values())
+    everything, masks = curvature.prune(curvature.fisher_blocks(model, LOSS, data), model, 1.0)
+    assert not everything["0.weight"].any() and not everything["2.weight"].any()
+
+
+def test_what_cannot_be_pruned_is_refused():
+    model, data = network(4, 5, 9)
+    K = curvature.kfac(model, LOSS, data)
+    for share in (-0.1, 90, float("nan")):
+        with pytest.raises(ValueError, match="share of zeros between 0 and 1"):
+            curvature.prune(K, model, share)
+    with pytest.raises(ValueError, match="no weights 1.weight among 0.weight"):
+        curvature.prune(K, model, {"1.weight": 0.5})
+    with pytest.raises(ValueError, match="expected at least one, found 0"):
+        curvature.prune(K, model, 0.5, rounds=0)
+    with pytest.raises(KeyError, match="2.weight is missing"):
+        curvature.saliencies(K, model[:1])
+    with pytest.raises(ValueError, match="Use a damping above"):
+        curvature.saliencies(K, model, damping=0.0)
+    space = Source().space(a=(2, 2))
+    with pytest.raises(ValueError, match="least entry is -1"):
+        curvature.saliencies(
+            Diagonal(space, torch.tensor([1.0, -1.0, 1.0, 1.0]).double()), {"a": torch.ones(2, 2).double()}
+        )
+    with pytest.raises(ValueError, match="not finite"):
+        curvature.saliencies(K, {name: p / 0 for name, p in model.named_parameters()})
+    bias = BlockDiagonal(Source().space(b=(2,)), [MatrixFree(Source().space(b=(2,)), lambda V: V)])
+    with pytest.raises(ValueError, match="no weights"):
+        curvature.prune(bias, {"b": torch.ones(2).double()}, 0.5)

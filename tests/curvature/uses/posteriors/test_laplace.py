@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.uses.posteriors import posterior
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices, positions
 from support.oracles.kronecker import affine_layers, kronecker
@@ -289,3 +289,18 @@ def test_what_a_posterior_refuses() -> None:
         posterior.sample(1.5)
     with pytest.raises(ValueError, match="noise: BCE.* has its own"):
         curvature.laplace(model, nn.BCEWithLogitsLoss(), (x, torch.ones(5, 3).double())).with_prior(1.0, noise=1.0)
+
+
+def test_parameters_that_vmap_reads() -> None:
+    with seeded(0):
+        model = Raw(lambda m, x: torch.func.vmap(lambda row: m.w @ row)(x), w=(3, 4)).double()
+        x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    posterior = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), "dense", prior=2.0)
+    p = model(x).detach().softmax(1)
+    J = torch.einsum("cd,ni->ncdi", torch.eye(3).to(x), x).flatten(2)
+    H = p.diag_embed() - p[:, :, None] * p[:, None]
+    precision = (J.mT @ H @ J).sum(0) + 2 * torch.eye(12).to(x)
+    torch.testing.assert_close(posterior.precision.to_dense(), precision)
+    torch.testing.assert_close(posterior.outputs(x)[1], J @ torch.linalg.inv(precision) @ J.mT)
+    with pytest.raises(ValueError, match="which layer is the last"):
+        curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), "last_layer")

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import curvature
 import curvature.terms.projections
@@ -17,6 +15,7 @@ import curvature.uses.projections.projection
 from curvature.uses.projections.projection import Projection
 from support.cases.case import Raw, seeded
 from support.layer_table import LAYERS
+from support.memory import Largest
 from support.oracles.brute_force import per_sample_gradients, trainable
 
 LOSS = nn.MSELoss()
@@ -152,17 +151,6 @@ def test_inner_products_are_right_on_average() -> None:
             norms = g.norm(dim=1)
             bound = ((norms[:, None] * norms) ** 2 + (g @ g.T) ** 2).div(4).sqrt()
             assert (found.std(0) < 1.3 * bound).all()
-
-
-class Largest(TorchDispatchMode):
-    """Notes the entries of the largest tensor that a function returns."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.entries = max([self.entries, *(t.numel() for t in tree_leaves(found) if isinstance(t, Tensor))])
-        return found
 
 
 def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
