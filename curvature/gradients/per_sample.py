@@ -160,6 +160,10 @@ def check_gradients(
         batch.output()
         if state.random.differs():
             raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
+    _read_as_the_loss_does(batch, _check_each_alone)
+
+
+def _check_each_alone(batch: Batch) -> None:
     rows = contracted(batch, contractions.gradients)
     for n in range(batch.count):
         with preserve_state(batch.model, batch.parameters):
@@ -190,12 +194,17 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """What `contract` makes of the terms of every parameter, in the order of the parameters."""
     if not batch.count:  # Poisson sampling draws such batches
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
+    return _read_as_the_loss_does(batch, lambda batch: _contracted(batch, contract))
+
+
+def _read_as_the_loss_does(batch: Batch, use: Callable[[Batch], Any]) -> Any:
+    """The result of `use`, whether the loss takes the logits of the output or more of it, as ``output.loss``."""
     try:
-        return _contracted(batch, contract)
-    except AttributeError:  # the loss may read more of the output than its logits, as ``output.loss``
+        return use(batch)
+    except AttributeError:
         if not batch.takes_logits:
             raise
-        return _contracted(replace(batch, takes_logits=False), contract)
+        return use(replace(batch, takes_logits=False))
 
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:

@@ -93,7 +93,10 @@ def problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_loss_of_such_an_output_has_rows_and_all_that_is_made_of_them(name: str) -> None:
     model, loss, x, y = problem(name)
-    all_of_rows(model, loss, x, y, rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)]))
+    expected = rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)])
+    all_of_rows(model, loss, x, y, expected)
+    same(curvature.per_sample_gradients(model, loss, x, y, chunk=3), expected)
+    curvature.check_gradients(model, loss, x, y)
 
 
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "more than logits"])
