@@ -146,8 +146,12 @@ class Jacobian:
     def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
         """The Jacobians (N, P) of the samples' ``<output, vector>``, a piece for each of k vectors and each length N.
 
-        The tape is of the pass that gave the outputs (N, ...); vectors are (k, N, ...) for each of these. Outputs of
-        one length are of the same samples. In single precision at least, whatever that of model and outputs.
+        Args:
+            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
+                parameters that it was made for.
+            vectors: (k, N, ...) for each output. Outputs of one length are of the same samples.
+
+        In single precision at least, whatever the precision of model and outputs.
         """
         parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
         parts = []
@@ -249,9 +253,11 @@ class Jacobian:
         return replace(self, parts=_each(self.parts, contractions.merge_terms))
 
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
-        """The rows of all processes, and the index of each among those of all processes in order.
+        """The rows of all processes; `objects` is an all-gather of Python objects.
 
-        Pieces that all processes have are stacked; `objects` is an all-gather of Python objects.
+        Returns:
+            The Jacobian, with the pieces that all processes have stacked; and for each row its index among the rows of
+            all processes in order.
         """
         # the inputs of norms are recomputed by functions, which cannot be sent, and rows do without
         plain = _each(self.parts, lambda own: [t.direct if isinstance(t, ElementwiseProduct) else t for t in own])

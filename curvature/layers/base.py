@@ -51,16 +51,21 @@ class RecordedCall(NamedTuple):
 
 
 class Rule:
-    """How to view one layer's input and backprop per sample."""
+    """How to view one layer's input and backprop per sample.
 
-    functions: ClassVar[Sequence[Callable[..., Any]]] = ()  # the torch functions that this rule covers
-    signature: ClassVar[tuple[str, ...]] = ()  # their arguments, in order
-    parameters: ClassVar[tuple[str, ...]] = ()  # the arguments that may be parameters
-    bias_of: ClassVar[
-        Mapping[str, str]
-    ] = {}  # from a weight to the bias that acts as an input of it which is always one
-    # whether `term` takes several vectors (k, *output's shape) as `b`, and then has the backprops of k N samples, and
-    # all else of N
+    Attributes:
+        functions: the torch functions that this rule covers.
+        signature: their arguments, in order.
+        parameters: the arguments that may be parameters.
+        bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
+        takes_vectors: whether `term` takes a `b` of several vectors (k, *output's shape), and then gives a term with
+            the backprops of k N samples, and with all else for N.
+    """
+
+    functions: ClassVar[Sequence[Callable[..., Any]]] = ()
+    signature: ClassVar[tuple[str, ...]] = ()
+    parameters: ClassVar[tuple[str, ...]] = ()
+    bias_of: ClassVar[Mapping[str, str]] = {}
     takes_vectors: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -77,7 +82,11 @@ class Rule:
         return ()
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        """The per-sample gradients of argument `slot`, given the output's backprop `b`; may raise `Unsupported`."""
+        """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.
+
+        Raises:
+            Unsupported: this call has no per-sample view.
+        """
         raise NotImplementedError
 
     def bias_slot(self, call: RecordedCall, slot: str) -> str | None:
@@ -85,7 +94,10 @@ class Rule:
         return self.bias_of.get(slot)
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        """How the output changes, to first order, as the arguments move along `directions`; where that is written."""
+        """How the output changes, to first order, as the arguments move along `directions`, of their shapes.
+
+        Where it is not overridden, the gradients of the arguments are differentiated instead.
+        """
         raise NotImplementedError
 
     def counts_over_batch(self, call: RecordedCall) -> bool:

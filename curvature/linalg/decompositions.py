@@ -23,7 +23,18 @@ RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 
 
 class NotDefinite(ValueError):
-    """A matrix is not positive definite to working precision with `damping`; `needed` would suffice."""
+    """A matrix that should be positive definite is not, to working precision.
+
+    Args:
+        what: name of the matrix.
+        values: its eigenvalues, or the smallest one.
+        rounding: their uncertainty.
+        damping: the damping that did not suffice.
+
+    Attributes:
+        damping: likewise.
+        needed: a damping that suffices.
+    """
 
     def __init__(self, what: str, values: Tensor, rounding: Tensor, damping: float) -> None:
         indefinite = bool((values + damping < -rounding).any())

@@ -23,7 +23,11 @@ RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=N
 
 @contextmanager
 def recovery_counts() -> Iterator[Counter[str]]:
-    """Count the failures inside the context that were recovered from."""
+    """Count the failures inside the context that were recovered from.
+
+    "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
+    every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
+    """
     counts: Counter[str] = Counter()
     token = RECOVERIES.set(counts)
     try:

@@ -95,7 +95,9 @@ class Injection:
 
         Args:
             output: shape (N, ...), or (N*m, ...) for samples of m consecutive rows each.
-            loss, target, generator: as for `vectors`; the loss of a sample is of its m rows.
+            loss: as for `vectors`; that of a sample is of its m rows.
+            target: as for `vectors`.
+            generator: as for `vectors`.
             count: N.
             size: maximum number of vectors at a time.
 
@@ -105,7 +107,8 @@ class Injection:
             has entries between them.
 
         Raises:
-            ValueError: as for `vectors`, but for losses that are not convex; ``count`` or ``size`` is invalid.
+            ValueError: as for `vectors`, except that `exact` allows non-convex losses; ``count`` or ``size`` is
+                invalid.
         """
         _require_size(size)
         k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))

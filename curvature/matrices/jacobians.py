@@ -29,11 +29,11 @@ def per_sample_jacobians(
 ) -> dict[str, Tensor]:
     """Derivatives of every entry of each sample's output with respect to every parameter.
 
-    Parameters and sample_dim are as for `per_sample_gradients`.
-
     Args:
         model: any module with one tensor as output; its parameters that do not require a gradient are left out.
-        x: a tensor, a tuple of positional or a dict of keyword arguments. A batch may be empty.
+        x: a tensor, a tuple of positional or a dict of keyword arguments, as for `per_sample_gradients`.
+        parameters: as for `per_sample_gradients`.
+        sample_dim: as for `per_sample_gradients`. A batch may be empty.
         create_graph: whether the result can be differentiated, in inputs that require a gradient and in the parameters.
             It is compared with the one without a graph, so both are computed.
 

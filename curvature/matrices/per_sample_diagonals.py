@@ -38,12 +38,23 @@ def per_sample_fisher_diagonals(
 ) -> dict[str, Tensor]:
     """Diagonal of the Fisher matrix of each sample's own loss, or of whatever else ``inject`` estimates.
 
-    Args and errors as for `fisher_diagonal`, x and y as for `per_sample_gradients`; a batch may be empty.
+    Args:
+        model: as for `per_sample_gradients`.
+        loss: as for `fisher_diagonal`.
+        x: as for `per_sample_gradients`. A batch may be empty.
+        y: as for `per_sample_gradients`.
+        inject: as for `fisher_diagonal`.
+        parameters: as for `per_sample_gradients`.
+        sample_dim: as for `per_sample_gradients`.
+        generator: as for `fisher_diagonal`.
 
     Returns:
         ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter^2 and at
         least single precision. Row n is what `fisher_diagonal` gives for sample n alone; with a mean over one term per
         sample the rows average to that of the batch.
+
+    Raises:
+        ValueError, TypeError: as for `fisher_diagonal`.
 
     With `exact` it is the diagonal of the Gauss-Newton matrix for cross-entropy, mean squared error and binary
     cross-entropy with logits. One forward pass, and one backward pass for each vector of the injection.

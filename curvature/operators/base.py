@@ -164,7 +164,11 @@ class Operator(ABC):
     @overload
     def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
     def solve(self, v: Tensor | Mapping[str, Tensor], damping: float = 0.0) -> Tensor | dict[str, Tensor]:
-        """``(M + damping I)^-1 v``; ValueError if the damped matrix is singular or indefinite to working precision."""
+        """``(M + damping I)^-1 v``.
+
+        Raises:
+            ValueError: the damped matrix is singular or indefinite to working precision.
+        """
         return self.by_columns(lambda V: self._solve(V, float(damping)), v)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -175,7 +179,11 @@ class Operator(ABC):
         return self._decomposed().inverse(damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        """``log det(M + damping I)``, a scalar tensor; ValueError as for `solve`, which names a sufficient damping."""
+        """``log det(M + damping I)``, a scalar tensor.
+
+        Raises:
+            ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
+        """
         return self._decomposed().logdet(damping)
 
     def det(self, damping: float = 0.0) -> Tensor:
@@ -219,7 +227,11 @@ class Operator(ABC):
         return self.damped(damping)
 
     def to_scipy(self) -> Any:
-        """A ``scipy.sparse.linalg.LinearOperator`` with the same product; ImportError without SciPy."""
+        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
+
+        Raises:
+            ImportError: SciPy is not installed.
+        """
         try:
             import scipy.sparse.linalg
         except ImportError as error:
@@ -237,7 +249,11 @@ class Operator(ABC):
         return scipy.sparse.linalg.LinearOperator(self.shape, dtype=name, **products)
 
     def state(self) -> dict[str, Any]:
-        """Tensors, numbers, strings and lists of them, for `save`; TypeError if only products are known."""
+        """Tensors, numbers, strings and lists of them, for `save`.
+
+        Raises:
+            TypeError: the matrix is known only by its products; call `materialise` first.
+        """
         name = type(self).__name__
         if not self.fields:
             raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
@@ -307,7 +323,11 @@ class Operator(ABC):
 
 
 class Dense(Operator):
-    """A matrix given by its entries (P, P), symmetric up to rounding; its symmetric part is used.
+    """A matrix given by its entries.
+
+    Args:
+        space: of the parameters.
+        matrix: (P, P), symmetric up to rounding; its symmetric part is used.
 
     Raises:
         ValueError: wrong shape, dtype or device, not symmetric, or not finite.

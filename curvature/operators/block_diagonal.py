@@ -14,7 +14,11 @@ from curvature.operators.space import Space, require_dense_size
 
 
 class Diagonal(Operator):
-    """``diag(values)``, values (P,); its entries count as exact, so any positive entry can be inverted.
+    """``diag(values)``; its entries count as exact, so any positive entry can be inverted.
+
+    Args:
+        space: of the parameters.
+        values: (P,).
 
     Raises:
         ValueError: wrong shape, dtype or device, or not finite.

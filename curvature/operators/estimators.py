@@ -60,8 +60,15 @@ def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = N
 def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """Hutch++: exact on a range found with a third of the products, Hutchinson's mean on the rest (arXiv:2010.09649).
 
-    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices. k, the number of
-    products, is at least 6; arguments and errors are those of `hutchinson_trace`.
+    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 6.
+        generator: as for `hutchinson_trace`.
+
+    Raises:
+        ValueError: k is too small.
     """
     third, generator = products_per_part(k, 3, hutchpp_trace), generator or op.space.generator()
     basis = qr(op @ op.space.signs(third, generator))[0]
@@ -76,8 +83,15 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
 
     Normal vectors, scaled by their norm on the complement, make the estimate unbiased. Exact for rank less than
     ``k / 2``; usually the most accurate of the three. The samples are not independent, so the standard error is too
-    small, by at most a third in our tests. k, the number of products, is at least 4, and more than 2 P are not used;
-    arguments and errors are those of `hutchinson_trace`.
+    small, by at most a third in our tests.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 4; more than 2 P are not used.
+        generator: as for `hutchinson_trace`.
+
+    Raises:
+        ValueError: k is too small.
     """
     size = op.space.size
     half = min(products_per_part(k, 2, xtrace), size)
@@ -96,7 +110,16 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
 def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """Mean of ``z * (M z)`` over k vectors of random signs (Bekas et al. 2007, doi:10.1016/j.apnum.2007.01.003).
 
-    Value and error have shape (P,). Arguments and errors are those of `hutchinson_trace`.
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 2.
+        generator: as for `hutchinson_trace`.
+
+    Returns:
+        The estimate with value and error of shape (P,).
+
+    Raises:
+        ValueError: k is too small.
     """
     z = op.space.signs(products_per_part(k, 1, hutchinson_diagonal), generator)
     return mean_estimate((z * (op @ z)).T)
@@ -105,7 +128,18 @@ def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None 
 def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """XDiag, the counterpart of `xtrace` for the diagonal (arXiv:2301.07825).
 
-    Exact for rank less than ``k / 2``. Value and error have shape (P,). Arguments and errors are those of `xtrace`.
+    Exact for rank less than ``k / 2``.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 4; more than 2 P are not used.
+        generator: as for `hutchinson_trace`.
+
+    Returns:
+        The estimate with value and error of shape (P,).
+
+    Raises:
+        ValueError: k is too small.
     """
     z = op.space.signs(min(products_per_part(k, 2, xdiag), op.space.size), generator)
     image, basis, leaves, image_of_basis = _leave_one_out(op, z)

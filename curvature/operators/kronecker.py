@@ -281,7 +281,9 @@ class Kronecker(LayerOperator):
 
         This equals ``M + damping I`` plus two terms that are not small, but its inverse is a Kronecker product, too.
         Per group, ``pi^2 = mean eigenvalue of A / mean eigenvalue of B``; pi = 1 if one of them is not positive.
-        ValueError for a negative damping.
+
+        Raises:
+            ValueError: the damping is negative.
         """
         if not damping >= 0:
             raise ValueError(f"a damping in factors cannot be negative, found {damping}")

@@ -78,7 +78,11 @@ class MatrixFree(Operator):
         return super().trace() if self._known_trace is None else self._known_trace()
 
     def compact(self) -> Operator:
-        """The same matrix for several solves: by rows of samples, if fewer than P; ValueError above `DENSE_LIMIT`."""
+        """The same matrix for several solves: by the rows of the samples where these are fewer than the parameters.
+
+        Raises:
+            ValueError: both are more than `DENSE_LIMIT`.
+        """
         return self._in_sample_space(min(self.space.size - 1, DENSE_LIMIT)) or self.materialise()
 
     def _direct(self) -> Operator | None:

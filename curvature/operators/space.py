@@ -52,9 +52,14 @@ class Space:
 
     @staticmethod
     def of(parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Space:
-        """The space of parameters by name, in their order, with flat vectors on the device of the first.
+        """The space of these parameters, in their order, with flat vectors on the device of the first.
 
-        Its dtype is by default the widest of theirs, at least float32; ValueError if one is complex.
+        Args:
+            parameters: tensors by name, such as ``dict(model.named_parameters())``.
+            dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
+
+        Raises:
+            ValueError: a parameter is complex.
         """
         for name, tensor in parameters.items():
             if tensor.is_complex():
@@ -83,7 +88,11 @@ class Space:
         return sum(self.sizes)
 
     def subspace(self, names: Iterable[str]) -> Space:
-        """The space of these parameters, in this order, flat vectors where the first is; KeyError for others."""
+        """The space of these parameters, in the given order, with flat vectors on the device of the first.
+
+        Raises:
+            KeyError: a name is not in this space.
+        """
         names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
         missing = [name for name in names if name not in shapes]
         if missing:
@@ -117,7 +126,11 @@ class Space:
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name; ValueError as for `checked`."""
+        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
+
+        Raises:
+            ValueError: the last dimension is not P, or device or dtype is wrong.
+        """
         flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
         parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
         return {name: part.reshape((*flat.shape[:-1], *shape)).to(self.devices[name]) for name, shape, part in parts}
@@ -144,7 +157,12 @@ class Space:
         return tensor
 
     def normal(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent standard normal columns, (P, count), from a generator on any device, or a new one with seed 0."""
+        """Independent standard normal columns, (P, count).
+
+        Args:
+            count: number of columns.
+            generator: on any device; by default a new one with seed 0, which leaves the global random state untouched.
+        """
         generator = generator or self.generator()
         drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
         return drawn.to(self.device).T

@@ -147,12 +147,14 @@ def lanczos_logdet(
     """``log det(M + damping I)`` by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017, doi:10.1137/16M1104974).
 
     Unbiased up to the quadrature error, which decays fast with the steps unless the damping is small. Without damping,
-    a singular matrix may go unnoticed. Steps and generator are as for `spectral_density`.
+    a singular matrix may go unnoticed.
 
     Args:
         op: positive definite with the damping.
         damping: added to the matrix.
         k: number of random starts, at least 2.
+        steps: Lanczos steps per start, one product each; P steps make the quadrature exact.
+        generator: for the starts; by default a new one with seed 0.
 
     Raises:
         ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.
