@@ -57,7 +57,7 @@ def test_the_mean_eigenvalue_is_that_of_the_last_renewal():
         x = 2 * x
         opt.zero_grad()
         loss(model(x), y).backward()
-        parts.renew({}, opt.trained(), opt.options())
+        parts.renew({}, opt.trained(), opt._context(None).options)
         opt.monitor.steps += 1
         found.append(parts.solve_vector(vector, opt.trained())["extra"])
         torch.testing.assert_close(found[-1], parts.solve(gradients, opt.trained())["extra"])
