@@ -53,9 +53,10 @@ def linear(call: Call) -> Any:
 @register(function_kinds.AFFINE)
 def affine(call: Call) -> Any:
     """A convolution: linear, but its derivatives leave the bias out."""
+    value = call.of_values()  # first, as autograd adds gradients up in the order of calls
     args, kwargs = (*call.args[:2], None, *call.args[3:]), {k: x for k, x in call.kwargs.items() if k != "bias"}
     without_bias = linear(replace(call, args=args, kwargs=kwargs))
-    return Jet(call.of_values(), without_bias.first, without_bias.second)
+    return Jet(value, without_bias.first, without_bias.second)
 
 
 @register(function_kinds.SHAPED)
