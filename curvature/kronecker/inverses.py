@@ -15,7 +15,7 @@ from curvature.kronecker.factors import Product
 from curvature.kronecker.sides import DenseSide, Side
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
-LOW_RANK_MIN_WORK = 2e7  # multiplications of a side with a gradient, from which fewer make up for a dearer inverse
+LOW_RANK_MIN_WORK = 1.5e7  # multiplications of a side with a gradient, from which fewer make up for a dearer inverse
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 
 Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
