@@ -105,7 +105,7 @@ def test_a_rule_that_is_wrong(monkeypatch: Any, caplog: Any) -> None:
     operator = curvature.gauss_newton(model, LOSS, (x, Y))
     expected = oracle.Matrices(model, LOSS, (x, Y)).gauss_newton
     torch.testing.assert_close(operator @ operator.space.normal(3), expected @ operator.space.normal(3))
-    assert list(passes_of(operator).ways.proved.values()) == [1]  # the second way: two backward passes
+    assert list(passes_of(operator).proved.values()) == [1]  # the second way: two backward passes
     assert "J v takes two backward passes" in caplog.text
 
 
