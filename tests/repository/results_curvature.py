@@ -48,7 +48,6 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "ekfac": curvature.ekfac,
     "ekfac_reduce": functools.partial(curvature.ekfac, sharing="reduce"),
 }
-value = lambda model, x: model(x)[:, 0]
 
 
 def cases() -> dict[str, Callable[[], Entries]]:
@@ -206,6 +205,10 @@ def by_nested_gradients(model: nn.Module, x: Tensor) -> Tensor:
 def by_laplacian(model: nn.Module, x: Tensor) -> Tensor:
     u, grad, second = curvature.laplacian(model, x)
     return second[:, 0] + u[:, 0] * grad[:, 0, 0]
+
+
+def value(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[:, 0]
 
 
 def residual_rows(model: str) -> Entries:

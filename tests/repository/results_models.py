@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,6 @@ from support.cases.layers import mlp
 
 Entries = Iterator[tuple[str, Any]]
 BY_ID = {case.id: case for case in CASES if not case.id.startswith("hf_")}
-two_losses = lambda output, target: F.cross_entropy(output[0], target[0]) + F.mse_loss(output[1], target[1])
-with_logits = lambda: Raw(lambda m, a, b: SimpleNamespace(logits=m.pair(a, b)), pair=nn.Bilinear(3, 4, 2))
-loss_only = lambda loss: Raw(lambda m, x, y: loss(m.inner(x), y), inner=mlp())
 
 
 def drawn(*shape: int) -> Tensor:
@@ -32,9 +29,21 @@ def two_outputs() -> nn.Module:
     return Raw(run, body=nn.Linear(5, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 2))
 
 
+def two_losses(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(output[0], target[0]) + F.mse_loss(output[1], target[1])
+
+
+def with_logits() -> nn.Module:
+    return Raw(lambda m, a, b: SimpleNamespace(logits=m.pair(a, b)), pair=nn.Bilinear(3, 4, 2))
+
+
 def batch_normed() -> nn.Module:
     images = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*images, nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def loss_only(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    return Raw(lambda m, x, y: loss(m.inner(x), y), inner=mlp())
 
 
 def own_entropy(output: Tensor, target: Tensor) -> Tensor:

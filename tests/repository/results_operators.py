@@ -17,7 +17,6 @@ from curvature import estimators
 from support.cases.case import Case, classes, floats
 
 DAMPING = 0.05
-diagonal = lambda: curvature.Diagonal(curvature.Space.of({"a": drawn(3, 2)}), drawn(6).square())
 
 
 def cases() -> dict[str, Callable[[], Entries]]:
@@ -42,6 +41,10 @@ def free() -> Any:
     space = curvature.Space.of({"a": drawn(3, 2), "b": drawn(4)})
     root = drawn(space.size, space.size)
     return curvature.MatrixFree(space, lambda V: root @ (root.mT @ V) + V)
+
+
+def diagonal() -> Any:
+    return curvature.Diagonal(curvature.Space.of({"a": drawn(3, 2)}), drawn(6).square())
 
 
 SMALL = Case("small", functools.partial(tanh_net, 5, 6, 3), floats(5), nn.CrossEntropyLoss(), classes)

@@ -12,13 +12,15 @@ import torch
 from results_models import Entries
 from results_operators import OPERATORS
 from results_training import Training, plain
+from torch import Tensor
 
 import curvature
 from curvature import plots
 from optimizers import KFAC
 
-cases = lambda: {"plots": pictures}
-tensor_of = lambda values: torch.from_numpy(np.array(values, dtype=np.float64))
+
+def cases() -> dict[str, Callable[[], Entries]]:
+    return {"plots": pictures}
 
 
 def pictures() -> Entries:
@@ -60,3 +62,7 @@ def contents(ax: Any) -> dict[str, Any]:
         "lines": [tensor_of(line.get_xydata()) for line in ax.lines],
         "images": [tensor_of(image.get_array()) for image in ax.images],
     }
+
+
+def tensor_of(values: Any) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.float64))

@@ -40,14 +40,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(curvature, name)
     for name in ("per_sample_gradients", "check_gradients", "fisher_diagonal", "fisher", "kfac", "gauss_newton")
 }
-batch = lambda: torch.linspace(-1, 1, 24).view(6, 4).cos(), torch.arange(6) % 3
-cases = lambda: {"refused/arguments": arguments, "refused/functions": functions, "refused/calls": calls}
-space = lambda: curvature.Space.of(dict(network().named_parameters()))
 
 
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, 24).view(6, 4).cos(), torch.arange(6) % 3
+
+
+def cases() -> dict[str, Callable[[], Entries]]:
+    return {"refused/arguments": arguments, "refused/functions": functions, "refused/calls": calls}
 
 
 def arguments() -> Entries:
@@ -151,6 +156,10 @@ def captured(model: Any, vectors: Any = None) -> None:
     with curvature.capture(model) as tape:
         output = model(batch()[0])
     tape.backprops(output, vectors)
+
+
+def space() -> Any:
+    return curvature.Space.of(dict(network().named_parameters()))
 
 
 def empirical_of_outputs() -> None:
