@@ -1,8 +1,11 @@
 """An optimizer composed of a recorder, a store of curvature, a preconditioner and a step rule.
 
-The recorder has measured the passes before ``step`` is called. `_run` then lets the rule call the closure, if there is
-one, renew the curvature, solve and decide on a displacement (an `Outcome`), and adds it to the parameters. A closure
-that returns residuals switches to a rule of its own, for good.
+The recorder has measured the forward and backward passes before ``step`` is called. A step then runs
+
+    step -> _run -> rule.evaluate   call the closure, if there is one
+                 -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
+
+and adds the displacement to the parameters. A closure that returns residuals switches to a rule of its own, for good.
 """
 
 from __future__ import annotations

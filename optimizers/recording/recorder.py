@@ -46,7 +46,12 @@ class Scaling(NamedTuple):
 
 
 class Recorder:
-    """Hooks on a model that, before renewals, send vectors back after a forward pass, or listen to the loop's own."""
+    """Hooks on a model that record its forward passes before steps that renew the curvature.
+
+    Right after such a pass the recorder backpropagates vectors from the model's output. The training loop's own
+    backward pass stays untouched and decides which passes count: those that it differentiates. With
+    ``inject=empirical()`` the recorder keeps the loop's own backprops instead.
+    """
 
     def __init__(
         self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,

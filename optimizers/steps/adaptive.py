@@ -35,7 +35,12 @@ RESOLVED = 1e-5  # progress relative to the loss that is not rounding
 
 
 class AdaptiveStep(StepRule):
-    """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step."""
+    """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step.
+
+    See arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers. Damping follows the reduction
+    ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells how much of
+    the progress is more than a fit to the last one.
+    """
 
     def __init__(self) -> None:
         self.damping = -1.0  # unknown
@@ -184,7 +189,11 @@ class AdaptiveStep(StepRule):
 
 
 class HandOverStep(StepRule):
-    """Leaves the steps to the plain rule, for good, once the best step for one batch fits the noise of that batch."""
+    """Leaves the steps to the plain rule, for good, once a batch is too small for a quadratic model of its own.
+
+    The first steps are long either way, and both rules profit from them. Later a step that is the best for one batch
+    fits its noise; what averages over batches gets further then, and costs less.
+    """
 
     needs_closure = True
     differentiates_model = True

@@ -91,7 +91,10 @@ class Call:
 
 
 class Replay:
-    """Evaluates a batch repeatedly; `mean` is over processes, and inside `unrecorded` no forward pass is recorded."""
+    """Evaluates the batch of a closure repeatedly.
+
+    `mean` averages over processes, each with its part of the batch; inside `unrecorded` no forward pass is recorded.
+    """
 
     def __init__(
         self, model: nn.Module, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor] = lambda x: x,

@@ -27,7 +27,12 @@ LEAST_STEP = 2.0**-10  # for that, where no step was better
 
 
 class GaussNewton:
-    """``d = -J^+ r`` in the smaller of parameter and sample space, by line search or `by_damping`; see `_Step`."""
+    """``d = -J^+ r`` in the smaller of parameter and sample space.
+
+    Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
+    loss stops falling; coarser pseudo-inverses are tried where that brings little. With `by_damping` the damping
+    follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
+    """
 
     def __init__(self, by_damping: bool) -> None:
         self._by_damping = by_damping
