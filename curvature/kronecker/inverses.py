@@ -15,7 +15,6 @@ from curvature.kronecker.factors import Product
 from curvature.kronecker.sides import DenseSide, Side
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
-LOW_RANK_MIN_WORK = 1.5e7  # multiplications of a side with a gradient, from which fewer make up for a dearer inverse
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 
 Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
@@ -31,8 +30,8 @@ def factored_inverses(
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Large sides use their largest eigenvalues if few stand out. The rest that take a decomposition, see `Side.inverse`,
-    are inverted by Cholesky's, sides of one form together.
+    Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest that take a
+    decomposition, see `Side.inverse`, are inverted by Cholesky's, sides of one form together.
 
     Args:
         before: the previous inverses of the products.
@@ -186,7 +185,6 @@ def _may_have_low_rank(side: Side, product: Product) -> bool:
     """Whether its largest eigenvalues may make a quicker inverse."""
     other = product[1] if side is product[0] else product[0]
     is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
-    is_large &= side.size**2 * other.size >= LOW_RANK_MIN_WORK
     return is_large and len(side) == 1 and all(len(x.sizes) == 1 for x in product)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from optimizers import EKFAC, KFAC
 from support.memory import peak_bytes
 
-WIDTH, LAYERS = 64, 6
+WIDTH, LAYERS = 32, 6
 SIDE = 9 * WIDTH  # rows of the factor of a layer's inputs
 WHOLE = 4 * SIDE**2  # bytes of such a side
 
