@@ -14,14 +14,7 @@ import curvature
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
-from support.odd.functions import (
-    Kinked,
-    Sine,
-    SineByNumpy,
-    SineOfContext,
-    SineWithDetachedGradient,
-    StraightThrough,
-)
+from support.odd.functions import Kinked, Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient, StraightThrough
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
