@@ -107,10 +107,7 @@ def test_reduced_factors_of_a_convolution():
     of = Matrices(model, nn.CrossEntropyLoss(reduction="sum"), (x, y))
     for sharing in ("expand", "reduce"):
         found = CurvatureGGN(model, "classification").kron(x, y, N=5, kfac_approx=sharing)[1].to_matrix()
-        matches(
-            found,
-            blocks(model, kronecker(affine_layers(of), sharing), [[name] for name, _ in model.named_parameters()]),
-        )
+        matches(found, apart(model, kronecker(affine_layers(of), sharing)))
 
 
 def test_factors_that_laplace_torch_cannot_hold_are_refused():

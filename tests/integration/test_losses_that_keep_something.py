@@ -128,9 +128,14 @@ class Trainer:
     __call__ = loss
 
 
-def is_a_method() -> Kept:
+def is_an_object() -> Kept:
     trainer = Trainer()
-    return trainer.loss, lambda: {k: v for k, v in vars(trainer).items() if k != "last"}
+    return trainer, lambda: {k: v for k, v in vars(trainer).items() if k != "last"}
+
+
+def is_a_method() -> Kept:
+    trainer, kept = is_an_object()
+    return trainer.loss, kept
 
 
 def is_compiled() -> Kept:
@@ -143,24 +148,8 @@ def is_compiled() -> Kept:
     return torch.compile(loss, backend="eager"), lambda: history
 
 
-def is_an_object() -> Kept:
-    trainer = Trainer()
-    return trainer, lambda: {k: v for k, v in vars(trainer).items() if k != "last"}
-
-
-class Moving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(3))
-
-    def forward(self, o: Tensor, y: Tensor) -> Tensor:
-        value = F.cross_entropy(2 * (o - self.centre.clone()), y)
-        self.centre = 0.9 * self.centre + 0.1 * o.detach().mean(0)
-        return value
-
-
 def calls_a_module() -> Kept:
-    criterion = Moving()
+    criterion = Centred(False)
     return lambda o, y: criterion(o, y), lambda: dict(criterion.named_buffers())
 
 
@@ -234,11 +223,6 @@ def of_a_table(o: Tensor, y: Tensor) -> Tensor:
     return CONFIG["scale"] * (o - TABLE[y]).square().mean()
 
 
-def of_parameters(model: nn.Module) -> Any:
-    weight = model.weight
-    return lambda o, y: F.cross_entropy(o, y) + 0.1 * weight.square().sum() + 0.1 * model.bias.square().sum()
-
-
 def test_what_a_function_only_reads_is_copied_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y, copied = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,)), []
     expected = oracle.per_sample_gradients(model, of_a_table, x, y)
@@ -252,7 +236,9 @@ def test_what_a_function_only_reads_is_copied_at_the_first_call(monkeypatch: pyt
 
 def test_functions_that_read_parameters() -> None:
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
-    right_rows(model, of_parameters(model), x, y)
+    weight = model.weight
+    loss = lambda o, y: F.cross_entropy(o, y) + 0.1 * weight.square().sum() + 0.1 * model.bias.square().sum()
+    right_rows(model, loss, x, y)
 
 
 class Logged(nn.Module):

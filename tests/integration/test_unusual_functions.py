@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -14,14 +15,9 @@ import curvature
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
-from support.odd.functions import (
-    Kinked,
-    Sine,
-    SineByNumpy,
-    SineOfContext,
-    SineWithDetachedGradient,
-    StraightThrough,
-)
+from support.odd.functions import Kinked, Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient, StraightThrough
+from support.oracles.derivatives import rows
+from support.training import closure_of
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
@@ -30,10 +26,19 @@ ENTROPY = nn.CrossEntropyLoss()
 UNDIFFERENTIATED = [Sine, SineByNumpy, SineWithDetachedGradient]
 
 
-def jacobian(outputs: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """Row by row."""
-    rows = [torch.autograd.grad(entry, parameters, retain_graph=True) for entry in outputs.flatten()]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+def products_are_right(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """Of the Gauss-Newton matrix, and of the Jacobian, from backward passes; all three of them with vectors."""
+    output = model(x).detach()
+    J = rows(model(x).flatten(), model)
+    H = torch.autograd.functional.hessian(lambda f: loss(f.view_as(output), y), output.flatten())
+    G, V = curvature.gauss_newton(model, loss, (x, y)), torch.randn(J.shape[1], 3)
+    for context in (contextlib.nullcontext(), contextlib.nullcontext(), curvature.kept(G)):
+        with context:
+            torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
+            torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    found = curvature.output_changes([model(x)], dict(model.named_parameters()), [G.space.split(v) for v in V.T])
+    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
+    return G, J, V
 
 
 @pytest.mark.parametrize("function", UNDIFFERENTIATED)
@@ -51,20 +56,8 @@ def test_products_through_functions_that_cannot_be_differentiated_twice(function
             torch.rand(6, 2, 3),
         )
         x, loss = torch.randn(6, 2, 4), nn.BCEWithLogitsLoss()
-    parameters = list(model.parameters())
-    J, output = jacobian(model(x), parameters), model(x).detach()
-    H = torch.autograd.functional.hessian(lambda f: loss(f.view_as(output), y), output.flatten())
-    G = curvature.gauss_newton(model, loss, (x, y))
-    V = torch.randn(J.shape[1], 3)
-    for _ in range(2):
-        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
-        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
-    with curvature.kept(G):
-        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
-        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    G, J, V = products_are_right(model, loss, x, y)
     directions = [G.space.split(v) for v in V.T]
-    found = curvature.output_changes([model(x)], dict(model.named_parameters()), directions)
-    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
     few = [{"b.weight": G.space.split(V[:, 0])["b.weight"]}]
     ((change,),) = curvature.output_changes([model(x)], dict(model.named_parameters()), few)
     alone = torch.cat([d.flatten() if n in few[0] else 0 * d.flatten() for n, d in directions[0].items()])
@@ -178,20 +171,12 @@ def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
 ) -> None:
     """The optimizer goes by slopes alone, and says so, rather than by a curvature without some of its parts."""
 
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Sine.apply(x)
-
-    activation, of_loss = (nn.Tanh(), Sine.apply) if in_loss else (Own(), lambda o: o)
+    own = Raw(lambda _, x: Sine.apply(x))
+    activation, of_loss = (nn.Tanh(), Sine.apply) if in_loss else (own, lambda o: o)
     model = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 3))
     opt, x, y = optimizers.KFAC(model, adaptive=True), torch.randn(16, 4), torch.randint(3, (16,))
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(of_loss(model(x)), y)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, opt, lambda o, y: F.cross_entropy(of_loss(o), y), x, y)
     first = float(closure().detach())
     warn_once.cache_clear()
     for _ in range(3):
@@ -241,20 +226,54 @@ def test_models_that_keep_their_features() -> None:
 
 def test_products_where_torch_has_no_second_derivative() -> None:
     model = Raw(lambda m, x: m.h((-torch.cdist(x, m.c)).exp()), c=nn.Parameter(torch.randn(4, 4)), h=nn.Linear(4, 3))
-    x, y, parameters = torch.randn(5, 4), torch.randint(3, (5,)), list(model.parameters())
-    J, V = jacobian(model(x), parameters), torch.randn(31, 2)
-    H = torch.autograd.functional.hessian(lambda f: ENTROPY(f.view(5, 3), y), model(x).detach().flatten())
-    G = curvature.gauss_newton(model, ENTROPY, (x, y))
-    for _ in range(2):
-        torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
-        torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
-    found = curvature.output_changes([model(x)], dict(model.named_parameters()), [G.space.split(v) for v in V.T])
-    torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    products_are_right(model, ENTROPY, x, y)
+    with pytest.raises(RuntimeError, match=r"torch has no Hessian of the loss.*cdist.*gauss_newton"):
+        curvature.hessian(model, ENTROPY, (x, y)).to_dense()
+
+
+def spread_of_one(m: Any, x: Tensor) -> Tensor:
+    """Torch's gradient of a standard deviation that is zero is zero, its derivative is not finite."""
+    h = m.a(x)
+    return m.b(h / (1 + h[..., :1].std(-1, unbiased=False, keepdim=True)))
+
+
+NOT_FINITE = {
+    "a spread of one entry": spread_of_one,
+    "logcumsumexp": lambda m, x: m.b(m.a(x)[:, None].expand(-1, 2, -1).logcumsumexp(1)[:, -1]),
+}
+
+
+def prepared(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Raw(NOT_FINITE[name], a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    return model, torch.randn(5, 4), torch.randint(3, (5,))
+
+
+@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_products_by_rows_are_right(name: str, builder: Any) -> None:
+    """They are those of the dense matrix, which comes from backward passes."""
+    model, x, y = prepared(name)
+    found = builder(model, ENTROPY, (x, y))
+    dense, v = found.to_dense(), torch.randn(found.space.size, 3)
+    assert dense.isfinite().all() and dense.any()
+    torch.testing.assert_close(found @ v[:, 0], dense @ v[:, 0])
+    torch.testing.assert_close(found @ v, dense @ v)
+    with curvature.kept(found):
+        torch.testing.assert_close(found @ v, dense @ v)
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_hessian_that_is_not_finite_says_so(name: str) -> None:
+    model, x, y = prepared(name)
+    with pytest.raises(RuntimeError, match=r"a function of torch is wrong or not finite.*gauss_newton"):
+        curvature.hessian(model, ENTROPY, (x, y)).to_dense()
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
     model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
     found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
-    rows = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
-    torch.testing.assert_close(found, torch.stack(rows).reshape(2, 5, 3, 3, 4))
+    entries = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
+    torch.testing.assert_close(found, torch.stack(entries).reshape(2, 5, 3, 3, 4))

@@ -44,17 +44,11 @@ def nll(o: Any, y: Any) -> Tensor:
     return (o[1].log() + (o[0] - y).square() / o[1]).sum(1)
 
 
-CONTAINERS = {
-    "tuple": lambda o: o,
-    "list": list,
-    "dict": lambda o: {"mean": o[0], "variance": o[1]},
-    "nested": lambda o: ({"mean": o[0]}, [o[1]], len(o[0])),
-}
-UNPACKED = {
-    "tuple": lambda o: o,
-    "list": lambda o: o,
-    "dict": lambda o: (o["mean"], o["variance"]),
-    "nested": lambda o: (o[0]["mean"], o[1][0]),
+CONTAINERS = {  # how a pair is packed, and how it is unpacked
+    "tuple": (lambda o: o, lambda o: o),
+    "list": (list, lambda o: o),
+    "dict": (lambda o: {"mean": o[0], "variance": o[1]}, lambda o: (o["mean"], o["variance"])),
+    "nested": (lambda o: ({"mean": o[0]}, [o[1]], len(o[0])), lambda o: (o[0]["mean"], o[1][0])),
 }
 MEETING = {
     "root of a mean": lambda o, y: (o[0] - y).square().mean().sqrt(),
@@ -78,7 +72,7 @@ APART = {
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("name", MEETING)
 def test_losses_that_scale_samples_by_the_others_are_refused_in_any_container(name: str, container: str) -> None:
-    pack, unpack = CONTAINERS[container], UNPACKED[container]
+    pack, unpack = CONTAINERS[container]
     model = Raw(lambda m, x: pack(heads(m, x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
     x, y = torch.randn(5, 4), torch.randn(5, 3)
     for _ in range(2):
@@ -90,27 +84,20 @@ def test_losses_that_scale_samples_by_the_others_are_refused_in_any_container(na
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("name", APART)
 def test_losses_of_several_outputs(name: str, container: str, dtype: torch.dtype) -> None:
-    pack, unpack = CONTAINERS[container], UNPACKED[container]
+    pack, unpack = CONTAINERS[container]
     model = Raw(lambda m, x: pack(heads(m, x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3)).to(dtype)
     torch.set_default_dtype(dtype)
     x, y = torch.randn(5, 4), torch.randn(5, 3)
     right_rows(model, lambda o, y: APART[name](unpack(o), y), x, y)
 
 
-@pytest.mark.parametrize("is_root", [False, True])
-def test_losses_of_a_tuple_with_a_complex_part(is_root: bool) -> None:
+def test_losses_of_a_tuple_with_a_complex_part() -> None:
     model = Raw(lambda m, x: (m.a(x), torch.complex(m.a(x), m.b(x).exp())), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
     x, y = torch.randn(5, 4), torch.randn(5, 3)
-
-    def loss(o: Any, y: Tensor) -> Tensor:
-        mean = (torch.view_as_real(o[1]) - y[:, :, None]).square().mean() + o[0].square().mean()
-        return mean.sqrt() if is_root else mean
-
-    if is_root:
-        with pytest.raises(ValueError, match="no weighted sum"):
-            curvature.per_sample_norms(model, loss, x, y)
-    else:
-        right_rows(model, loss, x, y)
+    mean = lambda o, y: (torch.view_as_real(o[1]) - y[:, :, None]).square().mean() + o[0].square().mean()
+    right_rows(model, mean, x, y)
+    with pytest.raises(ValueError, match="no weighted sum"):
+        curvature.per_sample_norms(model, lambda o, y: mean(o, y).sqrt(), x, y)
 
 
 def test_a_loss_of_a_tuple_is_asked_where_another_one_was_used_before() -> None:
@@ -428,15 +415,18 @@ def test_the_empirical_fisher_of_a_loss_without_targets() -> None:
             curvature.empirical_fisher(model, needs, (x, None)).trace()
 
 
+def make_sure(head: nn.Linear) -> None:
+    with torch.no_grad():
+        head.weight.mul_(300), head.bias.mul_(300)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_hessian_of_a_classifier_that_is_sure(dtype: torch.dtype) -> None:
     """Probabilities that are one to the last digits leave nothing of second derivatives but rounding."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     x = torch.randn(16, 4, dtype=dtype)
     y = model(x).argmax(1)
-    with torch.no_grad():
-        model[2].weight.mul_(300)
-        model[2].bias.mul_(300)
+    make_sure(model[2])
     found = curvature.hessian(model, ENTROPY, (x, y)).to_dense()
     assert ENTROPY(model(x), y) < 1e-11
     assert found.abs().amax() < 1e-3
@@ -457,9 +447,7 @@ def test_a_second_derivative_that_is_wrong_is_seen_beside_a_sure_classifier() ->
     model = Raw(lambda m, x: m.h(Wrong.apply(m.f(x), m.w)), f=nn.Linear(4, 5), w=(5,), h=nn.Linear(5, 3))
     x = torch.randn(16, 4)
     y = model(x).argmax(1)
-    with torch.no_grad():
-        model.h.weight.mul_(300)
-        model.h.bias.mul_(300)
+    make_sure(model.h)
     with pytest.raises(RuntimeError, match="not symmetric"):
         curvature.hessian(model, ENTROPY, (x, y)).to_dense()
 

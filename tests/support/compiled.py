@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.cases.case import seeded
+from support.training import backward
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -67,7 +68,4 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def closure_of_loss(call: Any, opt: Any, k: int) -> Tensor:
-    opt.zero_grad()
-    loss = F.cross_entropy(call(batch(k)[0]), batch(k)[1])
-    loss.backward()
-    return loss
+    return backward(call, opt, F.cross_entropy, *batch(k))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,21 +21,12 @@ import curvature
 from curvature.gradients.plans import PLANS
 from optimizers import KFAC
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a program
+from support.cases.case import Raw
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "layers.md"
 HEAD = ("layer", "per-sample gradients and norms", "`curvature.kfac`", "`optimizers.KFAC`")
 WORDS = {"Kronecker": "Kronecker factors", "Dense": "exact block", "Diagonal": "diagonal"}
-
-
-class Own(nn.Module):
-    """Reads its parameters in its own way."""
-
-    def __init__(self, forward: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.own = nn.ParameterList(nn.Parameter(torch.randn(shape) / 2) for shape in shapes)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.own)
 
 
 class Cube(torch.autograd.Function):
@@ -51,39 +43,25 @@ class Cube(torch.autograd.Function):
         return b * p**3, (3 * b * x * p**2).sum(0)
 
 
-class First(nn.Module):
+def own(function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> nn.Module:
+    """A module that reads its parameter in its own way."""
+    return Raw(lambda m, x: function(x, m.own), own=nn.Parameter(torch.randn(shape) / 2))
+
+
+def first(inner: nn.Module, copies: int = 1) -> nn.Module:
     """The first of what a module returns."""
 
-    def __init__(self, inner: nn.Module, copies: int = 1) -> None:
-        super().__init__()
-        self.inner, self.copies = inner, copies
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.inner(*[x] * self.copies)
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        found = m.inner(*[x] * copies)
         return found[0] if isinstance(found, tuple) else found
 
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.table(x)) @ self.table.weight.T
+    return Raw(run, inner=inner)
 
 
-def with_token(x: Tensor, p: Tensor) -> Tensor:
-    return torch.cat([p.expand(len(x), 1, -1), x], 1)
-
-
-def by_head(x: Tensor, p: Tensor) -> Tensor:
-    return torch.einsum("nti,hio->nhto", x, p)
-
-
-def by_experts(x: Tensor, p: Tensor) -> Tensor:
-    return torch.bmm(x.expand(len(p), -1, -1), p).movedim(1, 0)
-
-
+tied = lambda: Raw(lambda m, x: m.table(x).tanh() @ m.table.weight.T, table=nn.Embedding(7, 4))
+with_token = lambda x, p: torch.cat([p.expand(len(x), 1, -1), x], 1)
+by_head = lambda x, p: torch.einsum("nti,hio->nhto", x, p)
+by_experts = lambda x, p: torch.bmm(x.expand(len(p), -1, -1), p).movedim(1, 0)
 Made = tuple[str, Callable[[], nn.Module], Callable[[], Tensor]]
 N = 5
 rows, tokens = (lambda: torch.randn(N, 4)), (lambda: torch.randn(N, 3, 4))
@@ -92,7 +70,7 @@ words = lambda: torch.randint(7, (N, 3))
 LAYERS: list[Made] = [
     ("Linear", lambda: nn.Linear(4, 3), rows),
     ("Linear on tokens", lambda: nn.Linear(4, 3), tokens),
-    ("Bilinear", lambda: First(nn.Bilinear(4, 4, 3), 2), rows),
+    ("Bilinear", lambda: first(nn.Bilinear(4, 4, 3), 2), rows),
     ("Conv1d", lambda: nn.Conv1d(4, 3, 3), signals),
     ("Conv2d", lambda: nn.Conv2d(4, 3, 3, padding=1), images),
     ("Conv2d with groups", lambda: nn.Conv2d(4, 4, 3, groups=2), images),
@@ -107,22 +85,22 @@ LAYERS: list[Made] = [
     ("BatchNorm2d, `eval()`", lambda: nn.BatchNorm2d(4).eval(), images),
     ("BatchNorm2d, `train()`", lambda: nn.BatchNorm2d(4), images),
     ("PReLU", lambda: nn.PReLU(4), images),
-    ("RNN", lambda: First(nn.RNN(4, 3, batch_first=True)), tokens),
-    ("LSTM", lambda: First(nn.LSTM(4, 3, batch_first=True)), tokens),
-    ("GRU", lambda: First(nn.GRU(4, 3, batch_first=True)), tokens),
-    ("LSTMCell", lambda: First(nn.LSTMCell(4, 3)), rows),
-    ("MultiheadAttention", lambda: First(nn.MultiheadAttention(4, 2, batch_first=True), 3), tokens),
+    ("RNN", lambda: first(nn.RNN(4, 3, batch_first=True)), tokens),
+    ("LSTM", lambda: first(nn.LSTM(4, 3, batch_first=True)), tokens),
+    ("GRU", lambda: first(nn.GRU(4, 3, batch_first=True)), tokens),
+    ("LSTMCell", lambda: first(nn.LSTMCell(4, 3)), rows),
+    ("MultiheadAttention", lambda: first(nn.MultiheadAttention(4, 2, batch_first=True), 3), tokens),
     ("TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), tokens),
     ("weight_norm(Linear)", lambda: weight_norm(nn.Linear(4, 3)), rows),
-    ("embedding tied to the decoder", Tied, words),
-    ("a position table, `x + p`", lambda: Own(torch.add, (3, 4)), tokens),
-    ("layer scale, `x * p`", lambda: Own(torch.mul, (4,)), tokens),
-    ("a class token, `torch.cat`", lambda: Own(with_token, (1, 1, 4)), tokens),
-    ("`x @ p`, `F.linear(x, p)`", lambda: Own(torch.matmul, (4, 3)), tokens),
-    ("`einsum`, one weight for each head", lambda: Own(by_head, (2, 4, 3)), tokens),
-    ("experts, `torch.bmm(x, p)`", lambda: Own(by_experts, (2, 4, 3)), rows),
-    ("a computed weight, `x * p.exp()`", lambda: Own(lambda x, p: x * p.exp(), (4,)), rows),
-    ("an autograd.Function of one's own", lambda: Own(lambda x, p: Cube.apply(x, p), (4,)), rows),
+    ("embedding tied to the decoder", tied, words),
+    ("a position table, `x + p`", lambda: own(torch.add, 3, 4), tokens),
+    ("layer scale, `x * p`", lambda: own(torch.mul, 4), tokens),
+    ("a class token, `torch.cat`", lambda: own(with_token, 1, 1, 4), tokens),
+    ("`x @ p`, `F.linear(x, p)`", lambda: own(torch.matmul, 4, 3), tokens),
+    ("`einsum`, one weight for each head", lambda: own(by_head, 2, 4, 3), tokens),
+    ("experts, `torch.bmm(x, p)`", lambda: own(by_experts, 2, 4, 3), rows),
+    ("a computed weight, `x * p.exp()`", lambda: own(lambda x, p: x * p.exp(), 4), rows),
+    ("an autograd.Function of one's own", lambda: own(lambda x, p: Cube.apply(x, p), 4), rows),
 ]  # fmt: skip
 
 

@@ -7,34 +7,14 @@ import torch
 MANY = 8_000
 C, PLACES = 3, 2
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
-
-
-def source(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=source(seed))
-
-
-def rand(*shape, seed=1):
-    return torch.rand(*shape, dtype=torch.float64, generator=source(seed))
-
-
-def binary(output):
-    return rand(*output.shape).round()
-
-
-def normal(output):
-    return randn(*output.shape, seed=2)
-
-
-def counts(output):
-    return (rand(*output.shape) * 5).round()
-
-
-def classes(output):
-    return torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
+source = lambda seed=0: torch.Generator().manual_seed(seed)
+randn = lambda *shape, seed=0: torch.randn(*shape, dtype=torch.float64, generator=source(seed))
+rand = lambda *shape, seed=1: torch.rand(*shape, dtype=torch.float64, generator=source(seed))
+binary = lambda output: rand(*output.shape).round()
+normal = lambda output: randn(*output.shape, seed=2)
+counts = lambda output: (rand(*output.shape) * 5).round()
+classes = lambda output: torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
+soft = lambda output: rand(*output.shape) + 0.1  # rows that do not add up to one, which torch allows
 
 
 def ignoring(output):
@@ -42,11 +22,6 @@ def ignoring(output):
     target = classes(output)
     target.view(len(target), -1)[0, 0] = -100
     return target
-
-
-def soft(output):
-    """Rows that do not add up to one, which torch allows."""
-    return rand(*output.shape) + 0.1
 
 
 def mixing(output, target):

@@ -8,19 +8,11 @@ from torch import Tensor
 
 from curvature.losses.output_hessian import OutputBatch
 
-
-def at(loss: Any, output: Tensor, target: Any = None) -> OutputBatch:
-    return OutputBatch.of(output, loss, target, None, None)
-
-
-def root_of(loss: Any, output: Tensor, target: Any = None) -> Any:
-    return at(loss, output, target).root()
+at = lambda loss, output, target=None: OutputBatch.of(output, loss, target, None, None)
+root_of = lambda loss, output, target=None: at(loss, output, target).root()
+masses_of = lambda loss, output, target=None, strict=True: at(loss, output, target).masses(strict)
 
 
 def sampler_of(loss: Any, output: Tensor, target: Any = None) -> Any:
     likelihood, scale = at(loss, output, target).drawn_from()
     return lambda k, generator: scale * likelihood.draw(k, generator)
-
-
-def masses_of(loss: Any, output: Tensor, target: Any = None, strict: bool = True) -> Tensor:
-    return at(loss, output, target).masses(strict)

@@ -40,9 +40,8 @@ def all_of_rows(model: nn.Module, loss: Any, x: Any, y: Any, rows: dict[str, Ten
     matches(curvature.per_sample_norms(*data, **options).square(), flat.square().sum(1))
     matches(curvature.per_sample_gram(*data, **options), flat @ flat.T)
     norms = curvature.per_sample_norms_by_parameter(*data, **options)
-    same(
-        {name: own.square() for name, own in norms.items()}, {k: real({k: g}).square().sum(1) for k, g in rows.items()}
-    )
+    squares = {k: real({k: g}).square().sum(1) for k, g in rows.items()}
+    same({name: own.square() for name, own in norms.items()}, squares)
     same(curvature.clipped_gradient(*data, bound, **options), clipped(rows, bound))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.kronecker import DiagonalSide, Side
+from curvature.kronecker import DiagonalSide
 from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, CurvatureStatistics
 from support.cases.case import Raw, seeded
 
@@ -29,24 +29,14 @@ def tied_words() -> nn.Module:
     return Raw(run, words=nn.Embedding(5, 3), inner=nn.Linear(3, 3))
 
 
-def transposed_words() -> nn.Module:
-    return Raw(lambda m, x: m.words(x).tanh() @ m.words.weight.T, words=nn.Embedding(5, 3))
-
-
 def tied_autoencoder(hidden: int) -> Callable[[], nn.Module]:
     """The decoder is the encoder's transpose: the two reads have their inputs and outputs exchanged."""
     run = lambda m, x: F.linear(F.linear(x, m.weight).tanh(), m.weight.T)
     return lambda: Raw(run, weight=(hidden, 4))
 
 
-def floats(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(N, *shape)
-
-
-def indices(high: int, *shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randint(high, (N, *shape))
-
-
+floats = lambda *shape: lambda: torch.randn(N, *shape)
+indices = lambda high, *shape: lambda: torch.randint(high, (N, *shape))
 # A model whose first parameter's block is looked at, and its input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), floats(4)),
@@ -58,7 +48,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "transformers_conv1d": (lambda: nn.Sequential(conv1d(), nn.Tanh()), floats(2, 4)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Tanh()), indices(5, 4)),
     "tied_words": (tied_words, indices(5, 4)),
-    "transposed_words": (transposed_words, indices(5, 4)),
+    "transposed_words": (
+        lambda: Raw(lambda m, x: m.words(x).tanh() @ m.words.weight.T, words=nn.Embedding(5, 3)),
+        indices(5, 4),
+    ),
     "tied_autoencoder": (tied_autoencoder(3), floats(4)),
     "tied_autoencoder_square": (tied_autoencoder(4), floats(4)),
 }
@@ -114,22 +107,10 @@ def jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> list[Tensor]
     return [torch.stack([torch.stack([e[k] for e in row]) for row in rows]) for k in range(len(names))]
 
 
-def rows_of(block: Any) -> Tensor:
-    """The side of the outputs, (g, d, d), or (g, d) if it is a diagonal."""
-    return _entries(block.row_side)
-
-
-def columns_of(block: Any) -> Tensor:
-    """The side of the inputs."""
-    return _entries(block.column_side)
-
-
-def _entries(side: Side) -> Tensor:
-    return side.entries if isinstance(side, DiagonalSide) else side.dense()
-
-
-def full(side: Tensor) -> Tensor:
-    return torch.diag_embed(side) if side.ndim == 2 else side
+# The sides of outputs and of inputs, (g, d, d), or (g, d) if it is a diagonal.
+_entries = lambda side: side.entries if isinstance(side, DiagonalSide) else side.dense()
+rows_of, columns_of = (lambda block: _entries(block.row_side)), (lambda block: _entries(block.column_side))
+full = lambda side: torch.diag_embed(side) if side.ndim == 2 else side
 
 
 def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
@@ -161,7 +142,7 @@ def evened(values: Tensor, block: Any) -> Tensor:
 
 def convolutions() -> nn.Module:
     """Two layers of one layout, with groups."""
-    layers = [nn.Conv1d(4, 4, 3, groups=groups, padding=1) for groups in (2, 2)]
+    layers = [nn.Conv1d(4, 4, 3, groups=2, padding=1) for _ in range(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2, bias=False))
 
 
@@ -178,19 +159,13 @@ def lookups() -> nn.Module:
     return Raw(run, one=words[0], other=words[1], head=nn.Linear(3, 3))
 
 
-def norms() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
-
-
+linears = lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3))
+norms = lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
 # Models with layers of one form, their inputs, and the number of stacks.
 STACKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
-    "linear": (
-        lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)),
-        lambda: torch.randn(6, 4),
-        1,
-    ),
-    "convolutions": (convolutions, lambda: torch.randn(6, 4, 5), 1),
-    "different": (different, lambda: torch.randn(6, 12), 0),
-    "lookups": (lookups, lambda: torch.randint(5, (6, 4)), 1),
-    "norms": (norms, lambda: torch.randn(6, 4), 1),
+    "linear": (linears, floats(4), 1),
+    "convolutions": (convolutions, floats(4, 5), 1),
+    "different": (different, floats(12), 0),
+    "lookups": (lookups, indices(5, 4), 1),
+    "norms": (norms, floats(4), 1),
 }

@@ -153,12 +153,8 @@ def eigen(arrangement: AffineLayout, rows: bool = True, columns: bool = True) ->
 def blocks(source: Source) -> Pair:
     """Parameters of the blocks interleave in the flat vector, and the blocks come in another order."""
     space = source.space(w=(3, 4), scale=(2, 2), b=(3,), rest=(3,), shift=(1,))
-    rows, columns, full, values = (
-        source.definite(1, d=3),
-        source.definite(1, d=5),
-        source.definite(d=5),
-        source.positive(3),
-    )
+    rows, columns = source.definite(1, d=3), source.definite(1, d=5)
+    full, values = source.definite(d=5), source.positive(3)
     parts = [
         Dense(space.subspace(["shift", "scale"]), full),
         Kronecker(space.subspace(["w", "b"]), ARRANGEMENTS["bias"], rows, columns),

@@ -128,13 +128,7 @@ def curvature_of(opt: Any) -> dict[str, Tensor]:
 
 
 def closure_of(model: nn.Module, opt: torch.optim.Optimizer, loss: Loss, x: Any, y: Tensor) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss(model(x), y)
-        value.backward()
-        return value
-
-    return closure
+    return functools.partial(backward, model, opt, loss, x, y)
 
 
 def train_by_closure(model: nn.Module, opt: Any, loss: Loss, x: Any, y: Tensor, steps: int) -> list[float]:

@@ -75,13 +75,11 @@ BLOCKWISE: list[How] = [in_blocks, in_wrapped_blocks]
 
 def train(call: Callable[[Tensor], Any], opt: Any, steps: range, evaluate: bool = False) -> None:
     for k in steps:
-        x, y = batch(k)
-        opt.zero_grad()
-        F.cross_entropy(call(x), y).backward()
+        closure_of_loss(call, opt, k)
         opt.step()
         if evaluate:
             with torch.no_grad():
-                call(x)
+                call(batch(k)[0])
 
 
 CELLS = [

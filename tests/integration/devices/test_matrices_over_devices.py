@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from support.cases.several_devices import MODELS, Split, data, loss_at_output, loss_at_target
+from support.combinations import in_pairs
 
 pytestmark = pytest.mark.fast
 ONE = "cpu", "cpu"
@@ -56,9 +57,7 @@ def test_builders(builder: str, kind: str, two_devices: tuple[str, str]) -> None
     return None
 
 
-@pytest.mark.parametrize("loss", ["at output", "at target"])
-@pytest.mark.parametrize("kind", ["Split", "ThereAndBack"])
-@pytest.mark.parametrize("builder", ["kfac", "gauss_newton"])
+@in_pairs(loss=["at output", "at target"], kind=["Split", "ThereAndBack"], builder=["kfac", "gauss_newton"])
 def test_losses_and_targets_on_either_device(builder: str, kind: str, loss: str, two_devices: tuple[str, str]) -> None:
     (_, found), (_, expected) = (built(builder, kind, loss, devices) for devices in (two_devices, ONE))
     is_near(found.to_dense(), expected.to_dense())

@@ -24,13 +24,8 @@ Problem = tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor]
 
 def cnn(device: str) -> Problem:
     with seeded(0):
-        layers = (
-            nn.Conv2d(3, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3, stride=2),
-            nn.GroupNorm(4, 16),
-            nn.ReLU(),
-        )
+        first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, stride=2)
+        layers = first, nn.ReLU(), second, nn.GroupNorm(4, 16), nn.ReLU()
         model = nn.Sequential(*layers, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10))
         x, y = torch.randn(8, 3, 8, 8), torch.randint(10, (8,))
     return model.to(device), nn.CrossEntropyLoss(), x.to(device), y.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from curvature.gradients.plans import PLANS
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.arguments import require_one_device
 from support.cases.several_devices import Split, ThereAndBack, Tied, data, loss_at_target
-from support.training import task
+from support.training import backward, task
 
 pytestmark = pytest.mark.fast
 LOSS = nn.CrossEntropyLoss()
@@ -47,11 +48,15 @@ def trained(
     model, (x, y) = kind(devices), data(devices)
     opt = make(model)
     for step in range(steps):
-        opt.zero_grad()
         bad = step == 3  # a batch that is skipped
-        LOSS(model(x * float("nan") if bad else x), y.to(devices[1])).backward()
+        backward(model, opt, LOSS, x * float("nan") if bad else x, y.to(devices[1]))
         opt.step()
     return model, opt
+
+
+def assert_near(found: nn.Module, expected: nn.Module, rtol: float = 1e-6, atol: float = 1e-8) -> None:
+    for own, p in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.cpu(), p.cpu(), rtol=rtol, atol=atol)
 
 
 def with_a_group(opt: KFAC, parameters: list[nn.Parameter]) -> KFAC:
@@ -74,8 +79,7 @@ MAKERS = {
 def test_steps_over_several_devices_are_those_on_one(name: str, two_devices: tuple[str, str]) -> None:
     (found, opt), (expected, other) = (trained(MAKERS[name], devices, 12) for devices in (two_devices, ("cpu", "cpu")))
     assert opt.skipped == other.skipped == 1
-    for own, p in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
+    assert_near(found, expected)
     first, second = opt.store.blocks
     places = [block.row_side.entries.device for block in (first, second)]
     assert places == list(map(torch.device, two_devices))
@@ -85,8 +89,7 @@ def test_steps_over_several_devices_are_those_on_one(name: str, two_devices: tup
 def test_a_weight_moved_to_the_other_device_is_one_with_itself(kind: type[KFAC], two_devices: tuple[str, str]) -> None:
     """It has the Kronecker factors that it has on one device."""
     (found, opt), (expected, other) = (trained(kind, devices, 12, Tied) for devices in (two_devices, ("cpu", "cpu")))
-    for own, p in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
+    assert_near(found, expected)
     assert [type(block) for block in opt.store.blocks] == [type(block) for block in other.store.blocks]
 
 
@@ -98,24 +101,17 @@ def test_checkpoints_over_several_devices_go_on(two_devices: tuple[str, str]) ->
     x, y = data(two_devices)
     for _ in range(6):
         for m, o in ((model, opt), (copy, other)):
-            o.zero_grad()
-            LOSS(m(x), y.to(two_devices[1])).backward()
+            backward(m, o, LOSS, x, y.to(two_devices[1]))
             o.step()
-    for own, p in zip(copy.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(own, p, rtol=0, atol=0)
+    assert_near(copy, model, 0, 0)
 
 
 def closure_of(opt: Any, model: nn.Module, x: Tensor, y: Tensor, residuals: bool) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
+    def of_residuals() -> Tensor:
         output = model(x)
-        if residuals:
-            return (output - nn.functional.one_hot(y.to(output.device), output.shape[1])).flatten()
-        opt.zero_grad()
-        loss = loss_at_target(output, y)
-        loss.backward()
-        return loss
+        return (output - nn.functional.one_hot(y.to(output.device), output.shape[1])).flatten()
 
-    return closure
+    return of_residuals if residuals else functools.partial(backward, model, opt, loss_at_target, x, y)
 
 
 CLOSURES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
@@ -153,12 +149,10 @@ def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tupl
         other.load_state_dict(opt.state_dict())
         opt.step(closure)
         other.step(closure_of(other, copy, x, y, residuals))
-        for own, p in zip(copy.parameters(), model.parameters(), strict=True):
-            assert torch.equal(own, p)
+        assert_near(copy, model, 0, 0)
     # how far to go is a number in single precision; conjugate gradients make 1e-8 of a rounding error within one step
     tolerance = 1e-3 if name == "cg" else 1e-5
-    for own, p in zip(*(model.parameters() for model in found), strict=True):
-        torch.testing.assert_close(own.cpu(), p, rtol=tolerance, atol=tolerance / 10)
+    assert_near(*found, tolerance, tolerance / 10)
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
@@ -168,8 +162,7 @@ def test_bad_batches_on_another_than_the_current_device(kind: type[KFAC], two_de
     opt = kind(model)
     for step in range(40):
         bad = step > 20 and step % 4 == 0
-        opt.zero_grad()
-        loss(model(x * float("nan") if bad else x), y).backward()
+        backward(model, opt, loss, x * float("nan") if bad else x, y)
         opt.step()
     assert opt.skipped == 4 and opt.steps == 36 and all(p.isfinite().all() for p in model.parameters())
 

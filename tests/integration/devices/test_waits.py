@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +30,13 @@ def simdev(device: str) -> Any:
     return importlib.import_module("support.simulated_device.simdev")
 
 
+def waits(simdev: Any, call: Callable[[], object]) -> Any:
+    """What the host waited for within a call."""
+    with simdev.syncs() as found:
+        call()
+    return found
+
+
 @pytest.mark.parametrize(("kind", "name"), BOUNDS)
 def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str) -> None:
     model, _, x, y = task(name, device)
@@ -35,8 +44,7 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
     for _ in range(STEPS):
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        with simdev.syncs() as found:
-            opt.step()
+        found = waits(simdev, opt.step)
         entry = opt.monitor.entries[-1]
         total += found.count
         if not entry["renewed"] and not entry["inverted"]:
@@ -64,13 +72,11 @@ def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, sim
     model, _, x, y = task("mlp", device)
     opt, counts = kind(model, **options), []
     closure = closure_of(model, opt, F.cross_entropy, x, y)
+    closed = [closure] if options.get("adaptive") else []
     for _ in range(20):
-        closed = [closure] if options.get("adaptive") else []
-        if not closed:
+        if not options.get("adaptive"):
             closure()
-        with simdev.syncs() as found:
-            opt.step(*closed)
-        counts.append(found.count)
+        counts.append(waits(simdev, lambda: opt.step(*closed)).count)
     assert sum(counts[6:]) <= bound * len(counts[6:]), counts
 
 
@@ -84,9 +90,7 @@ def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
         x, y = torch.arange(32).view(8, 4).remainder(9).to(device), torch.arange(8).remainder(3).to(device)
         opt = NaturalGradient(model, solver="cg")
         F.cross_entropy(model(x), y).backward()
-        with simdev.syncs() as found:
-            opt.step()
-        counts.append(found.count)
+        counts.append(waits(simdev, opt.step).count)
     assert counts[0] == counts[1] <= 8, counts
 
 
@@ -114,13 +118,9 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
     y = torch.arange(32).remainder(4).to(device)
     opt = KFAC(model, adaptive=True)
     closure = closure_of(model, opt, F.cross_entropy, x, y)
-    counts = []
-    for _ in range(6):
-        with simdev.syncs() as found:
-            opt.step(closure)
-        counts.append(found.count)
+    found = [waits(simdev, lambda: opt.step(closure)) for _ in range(6)]
     # one look for each part of the blocks that are inverted together, of which the wide layer is one
-    assert max(counts[1:]) <= 10, found.places("/optimizers/", "/curvature/")
+    assert max(own.count for own in found[1:]) <= 10, found[-1].places("/optimizers/", "/curvature/")
 
 
 class Experts(nn.Module):
@@ -147,8 +147,7 @@ def test_experts_that_are_chosen_by_index(kind: Any, bound: float, simdev: Any, 
     opt, counts = kind(model, adaptive=True), []
     closure = closure_of(model, opt, F.cross_entropy, x, y)
     for _ in range(16):
-        with simdev.syncs() as found:
-            opt.step(closure)
+        found = waits(simdev, lambda: opt.step(closure))
         counts.append(sum(s.kind != "event" and s.operator != "aten::nonzero" for s in found.all))
     assert sum(counts[4:]) <= bound * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
 
@@ -161,8 +160,7 @@ def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None
     x, y = torch.randn(8, 2, 64, device=device), torch.arange(8).remainder(3).to(device)
     for quantity in (curvature.per_sample_norms, curvature.per_sample_norms_by_parameter, curvature.per_sample_gram):
         for _ in range(2):
-            with simdev.syncs() as found:
-                quantity(model, nn.CrossEntropyLoss(), x, y)
+            found = waits(simdev, functools.partial(quantity, model, nn.CrossEntropyLoss(), x, y))
         assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 

@@ -1,7 +1,9 @@
-"""Habits in the loop of `torch.optim.SGD` itself: gradients, batches, schedules, looks in between."""
+"""Habits in the loop of `torch.optim.SGD` and around it: gradients, batches, schedules, looks in between, chance."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 
+from support.cases.case import seeded
 from support.habits import (
     EXACT,
     QUIET,
@@ -38,7 +42,6 @@ ACCUMULATED = {"halves": [(0, 8), (8, 16)], "uneven": [(0, 3), (3, 4), (4, 16)]}
 
 @without_closure
 def test_accumulated_gradients_are_those_of_the_big_batch(make: Make) -> None:
-    """Equal to the big batch."""
     x = X.double()
     whole = net().double()
     train(whole, make(whole, **EXACT), 4, x)
@@ -151,13 +154,19 @@ def test_gradients_may_be_set_to_zeros(make: Make) -> None:
 
 @without_closure
 def test_gradients_may_be_assigned_by_hand(make: Make) -> None:
-    model, opt = started(make)
-    for _ in range(3):
-        gradients = torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
-        for p, g in zip(model.parameters(), gradients, strict=True):
-            p.grad = g
-        opt.step()
-    assert_same(model, reference(make))
+    """Those of torch.autograd.grad, and those of torch.func.grad."""
+
+    def by_func(model: nn.Module) -> Any:
+        loss = lambda p: F.cross_entropy(torch.func.functional_call(model, p, (X,)), Y)
+        return torch.func.grad(loss)(dict(model.named_parameters())).values()
+
+    for gradients in (lambda m: torch.autograd.grad(F.cross_entropy(m(X), Y), list(m.parameters())), by_func):
+        model, opt = started(make)
+        for _ in range(12):
+            for p, g in zip(model.parameters(), gradients(model), strict=True):
+                p.grad = g
+            opt.step()
+        assert_same(model, reference(make, 12))
 
 
 @without_closure
@@ -221,7 +230,6 @@ def test_zeroed_gradients_leave_no_trace(make: Make) -> None:
 
 @without_closure
 def test_zero_grad_may_come_just_before_backward(make: Make) -> None:
-    """The other usual place."""
     model, opt = started(make)
     for _ in range(3):
         loss = F.cross_entropy(model(X), Y)
@@ -284,7 +292,6 @@ def test_two_models_of_a_gan_do_not_disturb_each_other(make: Make) -> None:
 
 @without_closure
 def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
-    """Two optimizers over its parts; each as if the other were not there."""
     whole = here(nn.Sequential(net(), nn.Linear(3, 3)))
     opts = [make(whole[0]), make(whole[1])]
     before = copied(whole)
@@ -298,7 +305,6 @@ def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
 
 @every_optimizer
 def test_closures_return_the_loss_before_the_step(make: Make) -> None:
-    """As for LBFGS: the loss before the step comes back."""
     model, opt = started(make)
     values = [opt.step(lambda: backward(model, opt)) for _ in range(3)]
     assert all(isinstance(v, torch.Tensor) and v.ndim == 0 for v in values)
@@ -308,7 +314,6 @@ def test_closures_return_the_loss_before_the_step(make: Make) -> None:
 
 @without_closure
 def test_batches_of_all_sizes_count(make: Make) -> None:
-    """Every one of them counts."""
     model = net()
     opt, before = make(model), copied(model)
     for size in (16, 5, 1, 16, 3):
@@ -318,23 +323,27 @@ def test_batches_of_all_sizes_count(make: Make) -> None:
     assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.store.blocks} == {5}
 
 
-@every_optimizer
-def test_anomaly_mode_changes_nothing(make: Make) -> None:
-    model = net()
-    with torch.autograd.set_detect_anomaly(True):
-        train(model, make(model))
-    assert_same(model, reference(make))
-
-
-@every_optimizer
-def test_deterministic_algorithms_change_nothing(make: Make) -> None:
-    model = net()
-    torch.use_deterministic_algorithms(True)
+@contextlib.contextmanager
+def switched(switch: Callable[[Any], None], on: Any, off: Any) -> Iterator[None]:
+    switch(on)
     try:
-        train(model, make(model))
+        yield
     finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same(model, reference(make))
+        switch(off)
+
+
+@every_optimizer
+def test_settings_of_torch_change_nothing(make: Make) -> None:
+    """Anomaly mode, deterministic algorithms, a default device: what the optimizer makes is where parameters are."""
+    for setting in (
+        torch.autograd.set_detect_anomaly(True),
+        switched(torch.use_deterministic_algorithms, True, False),
+        switched(torch.set_default_device, "meta", None),
+    ):
+        model = net()
+        with setting:
+            train(model, make(model))
+        assert_same(model, reference(make))
 
 
 @without_closure
@@ -346,3 +355,69 @@ def test_steps_may_be_within_no_grad(make: Make) -> None:
                 backward(model, opt)
             opt.step()
     assert_same(model, reference(make))
+
+
+@without_closure
+def test_functional_calls_with_the_parameters_or_copies_train_as_the_model(make: Make) -> None:
+    plain = reference(make, 12)
+    for stand_in in (lambda p: p, torch.clone):
+        model = net()
+        call = lambda x, f=stand_in, m=model: torch.func.functional_call(
+            m, {k: f(p) for k, p in m.named_parameters()}, (x,)
+        )
+        train(model, make(model), 12, call=call)
+        assert_same(model, plain)
+
+
+@without_closure
+def test_a_penalty_on_a_gradient_is_followed(make: Make) -> None:
+    """A penalty on the gradient by the input: it is in `.grad`, and the step follows that."""
+    ends = []
+    for strength in (0.0, 10.0):
+        model, x = net(), X.clone().requires_grad_()
+        opt = make(model)
+        for _ in range(3):
+            opt.zero_grad()
+            output = model(x)
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            (F.cross_entropy(output, Y) + strength * slope.square().mean()).backward()
+            opt.step()
+        ends.append(float(slope.detach().square().mean()))
+    assert ends[1] < ends[0]
+
+
+@every_optimizer
+def test_parameters_changed_between_steps_stay_so(make: Make) -> None:
+    model = net()
+    opt, before = make(model, lr=0.0), flat(model)
+    for _ in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.5)
+        train(model, opt, 1)
+    assert torch.allclose(flat(model), before + 1.5)
+
+
+@without_closure
+def test_loaders_with_workers_give_the_same_run(make: Make) -> None:
+    ends = []
+    for workers in (0, 1):
+        model, opt = started(make)
+        for x, y in DataLoader(TensorDataset(X.cpu(), Y.cpu()), batch_size=5, num_workers=workers):
+            train(model, opt, 1, x.to(X.device), y.to(Y.device))
+        ends.append(model)
+        assert opt.steps == 4
+    assert_same(*ends)
+
+
+@every_optimizer
+def test_random_numbers_are_the_models_own(make: Make) -> None:
+    """With dropout the losses at rate zero are those of SGD."""
+    losses, states = [], []
+    for build in (make, torch.optim.SGD):
+        model = net(inner=nn.Dropout(0.5))
+        opt = build(model if build is make else model.parameters(), lr=0.0)
+        with seeded(3):
+            losses.append(train(model, opt, 6))
+            states.append((float(torch.rand(())), float(torch.rand((), device=X.device))))
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6 and states[0] == states[1]

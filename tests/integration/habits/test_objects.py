@@ -42,7 +42,6 @@ pytestmark = QUIET
 
 @without_closure
 def test_half_the_rate_of_a_group_is_half_its_step(make: Make) -> None:
-    """Half the rate is half the step; zero is none."""
     steps = []
     for rate in (1.0, 0.5, 0.0):
         model = net()
@@ -135,7 +134,6 @@ def test_the_report_says_what_is_frozen(make: Make) -> None:
 
 @every_optimizer
 def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make) -> None:
-    """Not trained until they are in a group, as with SGD; the report says so."""
     model, opt = started(make)
     train(model, opt, 2)
     model.append(here(nn.Linear(3, 3)))
@@ -162,7 +160,6 @@ def test_parameters_whose_name_changes_are_trained_on(make: Make) -> None:
 
 @every_optimizer
 def test_hooks_of_steps_are_called_once_before_and_after(make: Make) -> None:
-    """Once each, before and after the parameters move."""
     model, seen = net(), []
     opt = make(model)
     note = lambda *_: seen.append(flat(model))
@@ -308,7 +305,6 @@ def test_a_pickled_model_is_a_plain_model(make: Make) -> None:
 
 @every_optimizer
 def test_an_optimizer_that_is_gone_leaves_nothing(make: Make) -> None:
-    """Nothing, where the optimizer is gone; and a second one is like the first."""
     model = net()
     start = copy.deepcopy(model.state_dict())
     for _ in range(2):

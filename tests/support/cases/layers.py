@@ -53,13 +53,8 @@ CONV_OPTIONS: dict[str, dict[str, Any]] = {
 # In three dimensions a few: torch has a kernel of its own for them, the rules have not.
 IN_3D = {"plain", "padding", "stride", "same_even", "groups", "replicate", "same_circular", "output_padding", "mixed"}
 TRANSPOSED_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no_bias": {"bias": False},
-    "stride": {"stride": 2},
-    "padding": {"padding": 1},
+    **{name: CONV_OPTIONS[name] for name in ("plain", "no_bias", "stride", "padding", "dilation", "groups")},
     "output_padding": {"stride": 2, "output_padding": 1},
-    "dilation": {"dilation": 2, "kernel_size": 2},
-    "groups": {"groups": 2},
     "depthwise": {"groups": 4, "out_channels": 4},
     "mixed": {"stride": 3, "padding": 1, "output_padding": 2, "groups": 2, "kernel_size": 2, "dilation": 2},
 }

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
 from support.cases.case import seeded
-from support.training import digits, mlp
+from support.training import closure_of, digits, mlp
 
 EACH = 48  # samples of a process: enough that no eigenspace of a factor is arbitrary
 
@@ -68,22 +68,26 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def parallel(
-    rank: int, size: int, *, kind: Any = KFAC, make: Any = mlp, steps: int = 13, reloads: bool = False, **options: Any
-) -> Tensor:
+    rank: int, size: int, *, kind: Any = KFAC, make: Any = mlp, steps: int = 13, reloads: bool = False,
+    closes: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
     """DistributedDataParallel, the optimizer given the wrapped model; without it in one process."""
     with seeded(0):
         model = make().double()
     x, y = part(0, 1, [EACH * WHOLE]) if size == 1 else part(rank, size)
     used = DistributedDataParallel(model) if size > 1 else model
     opt = kind(used, **options)
+    closure = closure_of(used, opt, F.cross_entropy, x.double(), y)
     for step in range(steps):
         if reloads and size > 1 and step == steps - 3:
             states = [opt.state_dict()]
             dist.broadcast_object_list(states)  # what the first process knows
             opt.load_state_dict(states[0])
-        opt.zero_grad()
-        F.cross_entropy(used(x.double()), y).backward()
-        opt.step()
+        if closes:
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
     return flat(model)
 
 
@@ -194,24 +198,6 @@ def fully_sharded(rank: int, size: int, *, kind: Any = KFAC, make: Any = mlp, **
     return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()]) if size > 1 else flat(model)
 
 
-def by_closure(rank: int, size: int, *, kind: Any = KFAC, **options: Any) -> Tensor:
-    with seeded(0):
-        model = mlp().double()
-    x, y = part(0, 1, [EACH * WHOLE]) if size == 1 else part(rank, size)
-    used = DistributedDataParallel(model) if size > 1 else model
-    opt = kind(used, **options)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.cross_entropy(used(x.double()), y)
-        loss.backward()
-        return loss
-
-    for _ in range(5):
-        opt.step(closure)
-    return flat(model)
-
-
 def by_residuals(rank: int, size: int, *, kind: Any = KFAC, **options: Any) -> Tensor:
     with seeded(0):
         model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -277,9 +263,9 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "partly sharded": partly_sharded,
     "sharded EKFAC": run(fully_sharded, kind=EKFAC, make=convolutional),
     "sharded empirical": run(fully_sharded, inject=curvature.empirical(), damping=0.01, weight_decay=0.01),
-    "adaptive": run(by_closure, adaptive=True),
-    "adaptive EKFAC": run(by_closure, kind=EKFAC, adaptive=True),
-    "line search": run(by_closure, kind=NaturalGradient, line_search=True),
+    "adaptive": run(parallel, steps=5, closes=True, adaptive=True),
+    "adaptive EKFAC": run(parallel, steps=5, closes=True, kind=EKFAC, adaptive=True),
+    "line search": run(parallel, steps=5, closes=True, kind=NaturalGradient, line_search=True),
     "residuals": by_residuals,
     # without damping the least eigenvalues are rounding, and so is what their inverses make of it
     "residuals natural": run(by_residuals, kind=NaturalGradient, damping=1e-4),

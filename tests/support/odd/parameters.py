@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,32 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from support.cases.case import Raw
-from support.odd.table import PIXELS, C, T, X, Y, classifier, net, odd
-
-entropy = lambda z: F.cross_entropy(z, Y)
-fit = lambda z: F.mse_loss(z, T)
+from support.odd.table import PIXELS, C, T, X, changed, classifier, entropy, fit, linear, net, odd, raw
 
 
-def given(value: Any) -> nn.Parameter:
-    return nn.Parameter(torch.as_tensor(value, dtype=torch.get_default_dtype()))
+def given(value: Any) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.as_tensor(value, dtype=torch.get_default_dtype()))
 
 
 # -- no data
 
-odd("parameter_times_constant", lambda: Raw(lambda m: m.p * C, p=(5,)), lambda m: (m() - 1).square().mean())
-odd("parameter_tanh", lambda: Raw(lambda m: m.p.tanh(), p=(5,)), lambda m: (m() - 0.5).square().sum())
-odd("parameter_itself", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m() - C).square().sum())
-odd("product_of_parameters", lambda: Raw(lambda m: m.p @ m.q, p=(4, 2), q=(2, 3)), lambda m: F.mse_loss(m(), T[:4]))
-odd("scalar_of_parameters", lambda: Raw(lambda m: (m.p * C).sum(), p=(5,)), lambda m: (m() - 3).square())
-
-
-def rosenbrock(m: Any) -> Tensor:
-    return (1 - m.x) ** 2 + 100 * (m.y - m.x**2) ** 2
-
-
-def rosenbrock_chain(m: Any, _: Any = None) -> Tensor:
-    return (100 * (m.p[1:] - m.p[:-1] ** 2) ** 2 + (1 - m.p[:-1]) ** 2).sum()
+odd("parameter_times_constant", raw(lambda m: m.p * C, p=(5,)), lambda m: (m() - 1).square().mean())
+odd("parameter_tanh", raw(lambda m: m.p.tanh(), p=(5,)), lambda m: (m() - 0.5).square().sum())
+odd("parameter_itself", raw(lambda m: m.p, p=(5,)), lambda m: (m() - C).square().sum())
+odd("product_of_parameters", raw(lambda m: m.p @ m.q, p=(4, 2), q=(2, 3)), lambda m: F.mse_loss(m(), T[:4]))
+odd("scalar_of_parameters", raw(lambda m: (m.p * C).sum(), p=(5,)), lambda m: (m() - 3).square())
+rosenbrock = lambda m: (1 - m.x) ** 2 + 100 * (m.y - m.x**2) ** 2
+rosenbrock_chain = lambda m, _: (100 * (m.p[1:] - m.p[:-1] ** 2) ** 2 + (1 - m.p[:-1]) ** 2).sum()
 
 
 def beale(m: Any) -> Tensor:
@@ -42,30 +33,28 @@ def beale(m: Any) -> Tensor:
     return (1.5 - x + x * y) ** 2 + (2.25 - x + x * y**2) ** 2 + (2.625 - x + x * y**3) ** 2
 
 
-odd("rosenbrock", lambda: Raw(rosenbrock, x=given(-1.0), y=given(1.5)), lambda m: m())
-odd("rosenbrock_chain", lambda: Raw(rosenbrock_chain, p=(6,)), lambda m: m(None))
-odd("beale", lambda: Raw(beale, p=given([-2.0, 1.0])), lambda m: m())
+odd("rosenbrock", raw(rosenbrock, x=given(-1.0), y=given(1.5)), lambda m: m())
+odd("rosenbrock_chain", raw(rosenbrock_chain, p=(6,)), lambda m: m(None))
+odd("beale", raw(beale, p=given([-2.0, 1.0])), lambda m: m())
 odd(
     "quadratic_of_scales",
-    lambda: Raw(lambda m: (m.p**2 * 10.0 ** torch.arange(5, device=X.device)).sum(), p=(5,)),
+    raw(lambda m: (m.p**2 * 10.0 ** torch.arange(5, device=X.device)).sum(), p=(5,)),
     lambda m: m(),
 )
-odd("torch_loss_of_parameters", lambda: Raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
-odd("saddle", lambda: Raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
-odd("absolute_values", lambda: Raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
-odd("model_never_called", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum())
-odd("matrix_exponential", lambda: Raw(lambda m: X[:, :3] @ torch.matrix_exp(m.p - m.p.T), p=(3, 3)), lambda m: fit(m()))
-odd("expanded", lambda: Raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda m: fit(m(X)))
+odd("torch_loss_of_parameters", raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
+odd("saddle", raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
+odd("absolute_values", raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
+odd("model_never_called", raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum())
+odd("matrix_exponential", raw(lambda m: X[:, :3] @ torch.matrix_exp(m.p - m.p.T), p=(3, 3)), lambda m: fit(m()))
+odd("expanded", raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda m: fit(m(X)))
 
 # -- scalars, zero-dim and empty tensors
 
-odd("scalar_parameters", lambda: Raw(lambda m, x: x[:, :3] * m.a + m.b, a=(), b=()), lambda m: fit(m(X)))
-odd("scalar_output", lambda: Raw(lambda m, x: m.net(x).mean(), net=net()), lambda m: (m(X) - 1).square())
-odd("scalars_added_up", lambda: Raw(lambda m, x: m.a * x.mean() + m.b, a=(), b=()), lambda m: (m(X) - 1).square())
-classifier("empty_parameter", lambda: Raw(lambda m, x: m.net(x) + m.p.sum(), net=net(), p=(0, 3)))
-classifier(
-    "empty_layer", lambda: Raw(lambda m, x: torch.cat([m.net(x), m.none(x)], 1), net=net(), none=nn.Linear(6, 0))
-)
+odd("scalar_parameters", raw(lambda m, x: x[:, :3] * m.a + m.b, a=(), b=()), lambda m: fit(m(X)))
+odd("scalar_output", raw(lambda m, x: m.net(x).mean(), net=net), lambda m: (m(X) - 1).square())
+odd("scalars_added_up", raw(lambda m, x: m.a * x.mean() + m.b, a=(), b=()), lambda m: (m(X) - 1).square())
+classifier("empty_parameter", raw(lambda m, x: m.net(x) + m.p.sum(), net=net, p=(0, 3)))
+classifier("empty_layer", raw(lambda m, x: torch.cat([m.net(x), m.none(x)], 1), net=net, none=linear(6, 0)))
 
 # -- weights computed from parameters
 
@@ -81,45 +70,37 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).mT
 
 
-def changed(change: Any, **options: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    change(model[0], **options)
-    return model
-
-
 def symmetric(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", Symmetric())
 
 
-classifier("weight_norm", lambda: changed(parametrizations.weight_norm))
-classifier("weight_norm_of_old", lambda: changed(nn.utils.weight_norm))
-classifier("spectral_norm", lambda: changed(parametrizations.spectral_norm))
-classifier("spectral_norm_of_old", lambda: changed(nn.utils.spectral_norm))
-classifier("orthogonal", lambda: changed(parametrizations.orthogonal))
-classifier("symmetric", lambda: changed(symmetric))
-odd("exponential_weight", lambda: Raw(exponential, p=(3, 6)), lambda m: fit(m(X)))
-classifier("mixed_by_softmax", lambda: Raw(mixed, p=(2,), one=net(), two=net()))
-classifier("added_zero_times_sum", lambda: Raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net(), p=(4,)))
-classifier("cosine_classifier", lambda: Raw(cosine, p=(3, 6), scale=()))
-classifier("hypernetwork", lambda: Raw(hyper, make=nn.Linear(4, 18), z=(4,)))
-classifier("hypernetwork_of_data", lambda: Raw(own_weights, make=nn.Linear(6, 18)))
-odd("indexed", lambda: Raw(lambda m, x: x @ m.p[[2, 0, 1, 1, 0, 2]], p=(3, 3)), lambda m: fit(m(X)))
-odd("masked", lambda: Raw(lambda m, x: x @ torch.where(m.p > 0, m.p, 0.1 * m.p), p=(6, 3)), lambda m: fit(m(X)))
+for name in ("weight_norm", "spectral_norm"):
+    classifier(name, changed(getattr(parametrizations, name)))
+    classifier(f"{name}_of_old", changed(getattr(nn.utils, name)))
+classifier("orthogonal", changed(parametrizations.orthogonal))
+classifier("symmetric", changed(symmetric))
+odd("exponential_weight", raw(exponential, p=(3, 6)), lambda m: fit(m(X)))
+classifier("mixed_by_softmax", raw(mixed, p=(2,), one=net, two=net))
+classifier("added_zero_times_sum", raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net, p=(4,)))
+classifier("cosine_classifier", raw(cosine, p=(3, 6), scale=()))
+classifier("hypernetwork", raw(hyper, make=linear(4, 18), z=(4,)))
+classifier("hypernetwork_of_data", raw(own_weights, make=linear(6, 18)))
+odd("indexed", raw(lambda m, x: x @ m.p[[2, 0, 1, 1, 0, 2]], p=(3, 3)), lambda m: fit(m(X)))
+odd("masked", raw(lambda m, x: x @ torch.where(m.p > 0, m.p, 0.1 * m.p), p=(6, 3)), lambda m: fit(m(X)))
 classifier(
     "low_rank",
-    lambda: Raw(lambda m, x: m.net(x) + x @ (m.a @ m.b), net=net().requires_grad_(False), a=(6, 2), b=(2, 3)),
+    raw(lambda m, x: m.net(x) + x @ (m.a @ m.b), net=lambda: net().requires_grad_(False), a=(6, 2), b=(2, 3)),
 )
 odd(
     "not_contiguous",
-    lambda: Raw(lambda m, x: F.linear(x, m.p), p=nn.Parameter(torch.randn(6, 3).T)),
+    raw(lambda m, x: F.linear(x, m.p), p=lambda: nn.Parameter(torch.randn(6, 3).T)),
     lambda m: fit(m(X)),
 )
+last = {"memory_format": torch.channels_last}
 classifier(
     "channels_last",
-    lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten()).to(
-        memory_format=torch.channels_last
-    ),
-    lambda m: entropy(m(PIXELS.to(memory_format=torch.channels_last))),
+    lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten()).to(**last),
+    lambda m: entropy(m(PIXELS.to(**last))),
 )
 
 
@@ -137,14 +118,14 @@ class Scaled(torch.autograd.Function):
         return g * p, (g * x).sum(0)
 
 
-classifier("own_function", lambda: Raw(lambda m, x: Scaled.apply(m.net(x), m.p), net=net(), p=(3,)))
+classifier("own_function", raw(lambda m, x: Scaled.apply(m.net(x), m.p), net=net, p=(3,)))
 odd(
     "complex_spectrum",
-    lambda: Raw(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), 6)[:, :3], p=(4, 2)),
+    raw(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), 6)[:, :3], p=(4, 2)),
     lambda m: fit(m(X)),
 )
 odd(
     "complex_weight",
-    lambda: Raw(lambda m, x: (x.to(torch.complex64) @ torch.complex(m.a, m.b)).abs(), a=(6, 3), b=(6, 3)),
+    raw(lambda m, x: (x.to(torch.complex64) @ torch.complex(m.a, m.b)).abs(), a=(6, 3), b=(6, 3)),
     lambda m: fit(m(X)),
 )
