@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: torch.randn(N, 4),
     ),
 }  # fmt: skip
+ENTROPY = nn.CrossEntropyLoss()
 INJECTIONS = {"exact": exact(), "sampled": sampled(2), "isotropic": isotropic(3), "empirical": empirical()}
 
 
@@ -69,16 +70,19 @@ def case(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def gradient_of(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
-    )
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
-def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = F.cross_entropy) -> Tensor:
-    """One step of a training loop; the direction that it took, of length one."""
+def started(model: nn.Module, **options: Any) -> NaturalGradient:
+    return NaturalGradient(model, **{"damping": DAMPING, "loss": ENTROPY, **options})
+
+
+def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = ENTROPY, parts: int = 1) -> Tensor:
+    """One step of a training loop, of the mean over parts of the batch; the direction that it took, of length one."""
     before = flat(model)
     opt.zero_grad()
-    loss(model(x), y).backward()
+    for own, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        (loss(model(own), labels) / parts).backward()
     opt.step()
     moved = flat(model) - before
     return moved / moved.norm()
@@ -92,16 +96,21 @@ def rows_of(model: nn.Module, x: Tensor, vectors: Tensor) -> Tensor:
 
 def fisher_of(model: nn.Module, inject: Any, x: Tensor, y: Tensor, seed: int = 0) -> Tensor:
     """Of the mean cross-entropy, with the vectors that an injection draws."""
-    loss = nn.CrossEntropyLoss()
     if inject == empirical():
-        return oracle.Matrices(model, loss, (x, y)).empirical_fisher
+        return oracle.Matrices(model, ENTROPY, (x, y)).empirical_fisher
     if inject == exact():
-        return oracle.Matrices(model, loss, (x, y)).fisher
+        return oracle.Matrices(model, ENTROPY, (x, y)).fisher
     output = model(x).detach()
     own = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(seed)))  # of the first pass
-    vectors = inject.vectors(output, loss, generator=torch.Generator().manual_seed(own))
+    vectors = inject.vectors(output, ENTROPY, generator=torch.Generator().manual_seed(own))
     rows = rows_of(model, x, vectors)
     return rows.T @ rows / len(x)
+
+
+def assert_natural(found: Tensor, model: nn.Module, matrix: Tensor, **tolerances: float) -> None:
+    """The direction is that of the model's gradients, preconditioned with the matrix."""
+    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
+    torch.testing.assert_close(found, expected, **tolerances)
 
 
 @pytest.mark.parametrize("inject", INJECTIONS)
@@ -109,9 +118,8 @@ def fisher_of(model: nn.Module, inject: Any, x: Tensor, y: Tensor, seed: int = 0
 def test_the_direction_is_the_natural_gradient(name: str, inject: str):
     model, x, y = case(name)
     matrix = fisher_of(model, INJECTIONS[inject], x, y)
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), inject=INJECTIONS[inject])
-    found = train(opt, model, x, y)
-    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    opt = started(model, inject=INJECTIONS[inject])
+    assert_natural(train(opt, model, x, y), model, matrix)
     assert not any(plan.general for plan in PLANS[model].values())
     block = opt.store.blocks[0]
     assert "woodbury" in opt.report() and block.bytes >= 8 * len(block.problem.matrix) ** 2 + 8 * N
@@ -124,12 +132,9 @@ def test_solvers(name: str, solver: str):
     matrix = fisher_of(model, exact(), x, y)
     if solver == "diagonal":
         matrix = matrix.diagonal().diag()
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), solver=solver)
-    found = train(opt, model, x, y)
+    opt = started(model, solver=solver)
     # conjugate gradients end early: their progress is what is asked for
-    allowed = 0.05 if solver == "cg" else 1e-6
-    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+    assert_natural(train(opt, model, x, y), model, matrix, rtol=0, atol=0.05 if solver == "cg" else 1e-6)
     assert opt.stats()["accepted"] and not math.isnan(opt.stats()["step_size"])
 
 
@@ -137,7 +142,7 @@ def test_conjugate_gradients_begin_where_they_ended():
     """On the same problem again there is less to do, and many steps on it come close to the solution."""
     model, x, y = case("perceptron")
     matrix = fisher_of(model, exact(), x, y)
-    opt = NaturalGradient(model, lr=0.0, damping=1e-3, loss=nn.CrossEntropyLoss(), solver="cg")
+    opt = started(model, lr=0.0, damping=1e-3, solver="cg")
     iterations: list[int] = []
     for _ in range(12):
         train(opt, model, x, y)
@@ -154,19 +159,11 @@ def test_running_averages(solver: str):
     model, x, y = case("few parameters")
     other = x + 1
     matrices = [fisher_of(model, exact(), x, y), fisher_of(model, exact(), other, y)]
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), solver=solver, factor_decay=0.6)
-    opt.param_groups[0]["lr"] = 0.0
-    for batch, lr in ((x, 0.0), (other, 1.0)):
-        opt.param_groups[0]["lr"] = lr
-        before = flat(model)
-        opt.zero_grad()
-        F.cross_entropy(model(batch), y).backward()
-        opt.step()
+    opt = started(model, solver=solver, factor_decay=0.6, lr=0.0)
+    train(opt, model, x, y)
+    opt.param_groups[0]["lr"] = 1.0
     matrix = (0.6 * matrices[0] + matrices[1]) / 1.6
-    matrix = matrix.diagonal().diag() if solver == "diagonal" else matrix
-    moved = flat(model) - before
-    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
-    torch.testing.assert_close(moved / moved.norm(), expected)
+    assert_natural(train(opt, model, other, y), model, matrix.diagonal().diag() if solver == "diagonal" else matrix)
 
 
 @pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
@@ -176,16 +173,14 @@ def test_curvature_that_vanishes(solver: str):
         model, x, y = nn.Linear(20, C), torch.randn(8, 20), torch.randint(C, (8,))
     opt = NaturalGradient(model, solver=solver, inject=empirical())
     for scale in (1.0, 1e-3, 1e-5):
-        opt.zero_grad()
-        (scale * F.cross_entropy(model(x), y)).backward()
-        opt.step()
+        train(opt, model, x, y, lambda output, y, scale=scale: scale * F.cross_entropy(output, y))
     assert bool(torch.isfinite(flat(model)).all()) and opt.skipped == 0
 
 
 def test_momentum():
     """SPRING: (G + damping) u = g + damping * momentum * last u."""
     model, x, y = case("perceptron")
-    opt = NaturalGradient(model, damping=DAMPING, momentum=0.8, loss=nn.CrossEntropyLoss())
+    opt = started(model, momentum=0.8)
     last = torch.zeros_like(flat(model))
     for batch in (x, x + 0.5, x - 0.5):
         matrix = damped(fisher_of(model, exact(), batch, y))
@@ -200,23 +195,14 @@ def test_a_sum_has_the_curvature_of_a_sum():
     model, x, y = case("perceptron")
     loss = nn.CrossEntropyLoss(reduction="sum")
     matrix = oracle.Matrices(model, loss, (x, y)).fisher
-    opt = NaturalGradient(model, damping=DAMPING, loss=loss)
-    found = train(opt, model, x, y, loss)
-    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    assert_natural(train(started(model, loss=loss), model, x, y, loss), model, matrix)
 
 
 @pytest.mark.parametrize("inject", ["exact", "empirical"])
 def test_accumulated_batches_are_one(inject: str):
     model, x, y = case("perceptron")
     matrix = fisher_of(model, INJECTIONS[inject], x, y)
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), inject=INJECTIONS[inject])
-    before = flat(model)
-    for part in (slice(0, 3), slice(3, 6)):
-        F.cross_entropy(model(x[part]), y[part]).div(2).backward()
-    opt.step()
-    moved = flat(model) - before
-    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
-    torch.testing.assert_close(moved / moved.norm(), expected)
+    assert_natural(train(started(model, inject=INJECTIONS[inject]), model, x, y, parts=2), model, matrix)
 
 
 def test_batch_norm():
@@ -229,10 +215,8 @@ def test_batch_norm():
     jacobian = torch.autograd.functional.jacobian(whole, tuple(parameters.values()))
     rows = torch.cat([part.reshape(2 * N, -1) for part in jacobian], 1)
     model[1].reset_running_stats()
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.MSELoss())
-    found = train(opt, model, x, y, nn.MSELoss())
-    matrix = rows.T @ rows / N  # of the mean over two entries of squares
-    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    found = train(started(model, loss=nn.MSELoss()), model, x, y, nn.MSELoss())
+    assert_natural(found, model, rows.T @ rows / N)  # of the mean over two entries of squares
     assert model[1].num_batches_tracked == 1
 
 
@@ -245,20 +229,16 @@ def test_frozen_thawed_and_unused_parameters():
         x, y = torch.randn(N, 4).double(), torch.randint(C, (N,))
     model.first.requires_grad_(False)
     model.uses = True
-    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss())
+    opt = started(model)
     frozen = model.first.weight.clone()
     train(opt, model, x, y)
     assert torch.equal(model.first.weight, frozen)
     model.first.requires_grad_(True)
-    matrix = fisher_of(model, exact(), x, y)
-    found = train(opt, model, x, y)
-    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
-    model.uses = False
-    first = model.first.weight.clone()
-    matrix = fisher_of(model, exact(), x, y)
-    found = train(opt, model, x, y)
-    assert torch.equal(model.first.weight, first)
-    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    for uses in (True, False):
+        model.uses = uses
+        first, matrix = model.first.weight.clone(), fisher_of(model, exact(), x, y)
+        assert_natural(train(opt, model, x, y), model, matrix)
+        assert torch.equal(model.first.weight, first) != uses
 
 
 @pytest.mark.parametrize("solver", ["woodbury", "cg"])
@@ -280,7 +260,7 @@ def test_a_loaded_state_needs_a_forward_pass(solver: str):
 @pytest.mark.parametrize("solver", ["woodbury", "cg"])
 def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
     model, x, y = case("attention")
-    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss(), solver=solver, **options)
+    opt = NaturalGradient(model, loss=ENTROPY, solver=solver, **options)
     closure = closure_of(model, opt, F.cross_entropy, x, y)
     losses = [float(opt.step(closure).detach()) for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]
@@ -292,7 +272,7 @@ def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
 def test_a_search_halves_until_the_loss_stops_falling():
     model, x, y = case("perceptron")
     matrix = fisher_of(model, exact(), x, y)
-    opt = NaturalGradient(model, damping=1e-4, line_search=True, loss=nn.CrossEntropyLoss())
+    opt = started(model, damping=1e-4, line_search=True)
     before = flat(model)
     closure = lambda: F.cross_entropy(model(x), y)
     loss = opt.step(closure)
@@ -327,7 +307,7 @@ def test_it_learns_digits():
 @pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
 def test_a_batch_that_is_not_finite_changes_nothing(solver: str, bad: float):
     model, x, y = case("perceptron")
-    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss(), solver=solver)
+    opt = NaturalGradient(model, loss=ENTROPY, solver=solver)
     train(opt, model, x, y)
     before, steps = flat(model), opt.steps
     train(opt, model, x * bad, y)
@@ -340,7 +320,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(solver: str, bad: float):
 
 def test_options_that_groups_disagree_on():
     model, x, y = case("perceptron")
-    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss())
+    opt = NaturalGradient(model, loss=ENTROPY)
     first = opt.param_groups[0]["params"].pop(0)
     opt.add_param_group({"params": [first], "damping": 0.5})
     with pytest.raises(ValueError, match="damping: all parameters are solved for together"):

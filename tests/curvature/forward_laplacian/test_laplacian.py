@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -211,32 +213,31 @@ def test_a_linear_layer_is_read_twice():
     assert (names.count(torch.addmm), names.count(torch.mm)) == (3, 3)
 
 
-def residual(model: nn.Module, x: Tensor) -> Tensor:
-    u, grad, second = (part[:, 0] for part in curvature.laplacian(model, x))
+def residual(model: nn.Module, x: Tensor, way: Callable[..., Any] = curvature.laplacian) -> Tensor:
+    u, grad, second = (part[:, 0] for part in way(model, x))
     return second + grad.square().sum(1) * u - torch.sin(u)
 
 
-def nested(model: nn.Module, x: Tensor) -> Tensor:
-    u, grad, second = (part[:, 0] for part in oracle.differentiable(model, x))
-    return second + grad.square().sum(1) * u - torch.sin(u)
+nested = partial(residual, way=oracle.differentiable)
+ONE_OUTPUT: dict[str, Callable[[], nn.Module]] = {
+    "tanh": lambda: mlp(nn.Tanh), "silu": lambda: mlp(nn.SiLU), "residual block": block,
+    "layer norm": lambda: nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)),
+}  # fmt: skip
+each_model = pytest.mark.parametrize("name", ONE_OUTPUT)
 
 
-def one_output(name: str) -> nn.Module:
+def one_output(name: str) -> tuple[nn.Module, Tensor]:
     with seeded(0):
-        model = {
-            "tanh": lambda: mlp(nn.Tanh), "silu": lambda: mlp(nn.SiLU), "residual block": block,
-            "layer norm": lambda: nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)),
-        }[name]()  # fmt: skip
+        model = ONE_OUTPUT[name]()
         randomise(model)
-    return model.double()
+    with seeded(2):
+        return model.double(), torch.randn(7, D).double()
 
 
-@pytest.mark.parametrize("name", ["tanh", "silu", "residual block", "layer norm"])
+@each_model
 def test_jacobians_of_residuals(name: str, warnings: pytest.LogCaptureFixture):
     """By rules: a way row by row would be logged."""
-    model = one_output(name)
-    with seeded(2):
-        x = torch.randn(7, D).double()
+    model, x = one_output(name)
     for points in (x, x + 0.5):  # what the first call learnt serves the second
         expected = oracle_derivatives.residual_jacobian(model, nested, points)
         found = curvature.residual_jacobian(model, residual, points)
@@ -315,12 +316,10 @@ def test_a_jet_never_passes_for_a_plain_tensor():
         jet + 1
 
 
-@pytest.mark.parametrize("name", ["tanh", "residual block", "layer norm"])
+@each_model
 def test_recorded_models(name: str, warnings: pytest.LogCaptureFixture):
     """A recorder sees a plain forward pass, and nothing is said: the model has rules for all that it does."""
-    model = one_output(name)
-    with seeded(2):
-        x = torch.randn(7, D).double()
+    model, x = one_output(name)
     with curvature.capture(model) as tape:
         found = curvature.laplacian(model, x)
     assert_equal(found, oracle.laplacian(model, x, None))
@@ -332,9 +331,7 @@ def test_recorded_models(name: str, warnings: pytest.LogCaptureFixture):
 @pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
 def test_steps_of_residuals_say_nothing(optimizer: type, warnings: pytest.LogCaptureFixture):
     """The first call of a closure is recorded, since it may be that of a loss."""
-    model = one_output("tanh")
-    with seeded(2):
-        x = torch.randn(7, D).double()
+    model, x = one_output("tanh")
     solver = optimizer(model)
     losses = [float(solver.step(lambda: residual(model, x))) for _ in range(3)]
     assert losses[2] < losses[0] and not warnings.records

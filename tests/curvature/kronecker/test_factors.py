@@ -160,20 +160,21 @@ def bag(**options: Any) -> nn.Module:
     return Raw(run, words=nn.EmbeddingBag(V, D, **options), index=torch.tensor([1, 2, 2, 4, 3, 3, 1, 5, 2]))
 
 
+def looked_up(words: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    return Raw(lambda m, x: m.words(x), words=words(V, D, **options))
+
+
 STARTS = torch.tensor([0, 2, 7])
 BAGS = [[1, 2], [2, 4, 3, 3, 1], [5, 2]]
 LINES = [[1, 3, 3, 0], [2, 2, 2, 5], [4, 3, 2, 1]]
 
 # model, input, what each sample looks up, and the row that is not learnt
 TABLES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[list[int]], int]] = {
-    "plain": (lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D)), torch.tensor(LINES), LINES, -1),
-    "padding": (
-        lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D, padding_idx=3)), torch.tensor(LINES), LINES, 3
-    ),
-    "bag": (lambda: Raw(lambda m, x: m.words(x), words=nn.EmbeddingBag(V, D)), torch.tensor(LINES), LINES, -1),
+    "plain": (lambda: looked_up(nn.Embedding), torch.tensor(LINES), LINES, -1),
+    "padding": (lambda: looked_up(nn.Embedding, padding_idx=3), torch.tensor(LINES), LINES, 3),
+    "bag": (lambda: looked_up(nn.EmbeddingBag), torch.tensor(LINES), LINES, -1),
     "bag_padding": (
-        lambda: Raw(lambda m, x: m.words(x), words=nn.EmbeddingBag(V, D, mode="sum", padding_idx=-3)),
-        torch.tensor(LINES), LINES, 3,
+        lambda: looked_up(nn.EmbeddingBag, mode="sum", padding_idx=-3), torch.tensor(LINES), LINES, 3
     ),
     "ragged": (lambda: bag(mode="sum"), STARTS, BAGS, -1),
     "ragged_padding": (lambda: bag(padding_idx=2), STARTS, BAGS, 2),
@@ -214,7 +215,7 @@ def product_of(scheme: Scheme, reading: Reading, terms: Sequence[Affine], weight
 
 
 def test_a_batch_of_frozen_rows_has_no_curvature():
-    model = built(lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D, padding_idx=3)))
+    model = built(lambda: looked_up(nn.Embedding, padding_idx=3))
     terms, _, _ = terms_of(model, torch.tensor([[3, 3], [3, 3], [3, 3]]) + torch.tensor([[0], [0], [1]]))
     terms = {"words.weight": [terms["words.weight"][0].samples(slice(0, 2))]}
     for sharing in ("expand", "reduce"):

@@ -95,9 +95,7 @@ def go_on(model: nn.Module, opt: KFAC, steps: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x, y = torch.randn(8, 5, generator=generator).double(), torch.randint(3, (8,), generator=generator)
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
+        train(model, opt, F.cross_entropy, x, y, 1)
 
 
 @pytest.fixture(params=[ScaledIdentity, QuickIdentity])

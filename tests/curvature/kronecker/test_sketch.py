@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.kronecker import EigenInverse, KroneckerInverse, Product, Side
+from curvature.kronecker import EigenInverse, KroneckerInverse, Product
 from curvature.kronecker.applied import DenseMatrix
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.kronecker.sides import (
@@ -95,14 +95,18 @@ def whole_side(size: int) -> Tensor:
     return root @ root.mT / size
 
 
-@pytest.mark.parametrize("which", ["columns", "rows", "both"])
+@pytest.mark.parametrize("which", ["columns", "rows", "both", "beside a diagonal"])
 @pytest.mark.parametrize("how", ["share", "damping"])
 def test_inverses_of_sketches(which: str, how: str):
     """Against those of the matrices that the sketches stand for."""
     large = SketchSide.of_rows(rows(60, decay=0.5)).scaled(1 / 60).averaged(None, 1.0)
     other = SketchSide.of_rows(rows(30, seed=1)).scaled(1 / 30).averaged(None, 1.0)
     small = DenseSide(whole_side(20))
-    products: dict[str, Product] = {"columns": (small, large), "rows": (large, small), "both": (other, large)}
+    diagonal = DiagonalSide(torch.tensor([[1.0, 2.0, 5.0]]).double())
+    products: dict[str, Product] = {
+        **{"columns": (small, large), "rows": (large, small), "both": (other, large)},
+        "beside a diagonal": (diagonal, large),
+    }
     product = products[which]
     b, a = (dense(side.entries) if isinstance(side, SketchSide) else side.dense()[0] for side in product)
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
@@ -181,36 +185,29 @@ def test_a_layer_of_fifty_thousand_inputs():
     assert sum(block.bytes for block in opt.store.blocks) < 3 * SKETCH_RANK * 50_000 * 4
 
 
-@pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])
-def test_activations_of_some_samples_are_enough(count: int, stride: int):
-    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all."""
+@pytest.mark.parametrize(
+    ("count", "inputs", "stride", "sharing"), [(64, 2, 4, "expand"), (24, 2, 1, "expand"), (64, 8, 1, "reduce")]
+)
+def test_activations_of_some_samples_are_enough(count: int, inputs: int, stride: int, sharing: str):
+    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all.
+
+    Places that are averaged first are one sample: 64 rows for 9 inputs are all looked at.
+    """
     with seeded(0):
-        layer, x = nn.Conv1d(2, 4, 1), torch.randn(count, 2, 400)
-    factors = BlockDiagonalCurvature()
+        layer, x = nn.Conv1d(inputs, 4, 1), torch.randn(count, inputs, 400)
+    factors = BlockDiagonalCurvature(sharing=sharing)
     with capture(layer) as tape:
         out = layer(x)
     factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(count)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
-    a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
-    torch.testing.assert_close(columns_of(block)[0], a.T @ a / len(a))
     # in double precision: 25,600 places summed in single precision are off by 7e-6 themselves
-    b = out.detach().double().mT.flatten(0, 1)
-    torch.testing.assert_close(rows_of(block)[0], (b.T @ b / count).float())
-
-
-def test_places_that_are_averaged_first_are_one_sample():
-    """64 rows for 8 inputs are all looked at, however many places there were."""
-    with seeded(0):
-        layer, x = nn.Conv1d(8, 4, 1), torch.randn(64, 8, 400)
-    factors = BlockDiagonalCurvature(sharing="reduce")
-    with capture(layer) as tape:
-        out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(64)), 0.9)
-    (block,) = factors.blocks
-    assert isinstance(block, KroneckerBlock)
-    a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
-    torch.testing.assert_close(columns_of(block)[0], a.T @ a / 64)
+    a, b = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].double(), out.detach().double()
+    a, b = (t.mean(2, keepdim=True) if sharing == "reduce" else t for t in (a, b))
+    a, b = (t.mT.flatten(0, 1) for t in (a, b))
+    torch.testing.assert_close(columns_of(block)[0], (a.T @ a / len(a)).float())
+    if sharing == "expand":
+        torch.testing.assert_close(rows_of(block)[0], (b.T @ b / count).float())
 
 
 SHARE = 0.1
@@ -292,18 +289,6 @@ def test_singular_factors_without_damping():
 
 def projector(side: Tensor) -> Tensor:
     return side @ torch.linalg.pinv(side, rtol=1e-5)
-
-
-def test_a_diagonal_beside_a_sketch():
-    """One side is its diagonal, the other is too large to write down."""
-    root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
-    diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
-    x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    sides: tuple[Side, Side] = DiagonalSide(diagonal), SketchSide(compress(SketchSide.of_rows(root).entries))
-    found = eigen_inverses([sides], 0.3)[0](x)
-    dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))
 
 
 def test_sides_that_are_not_due_stay_as_they_are():

@@ -11,7 +11,7 @@ from torch import nn
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
 from curvature.losses.table import is_torch_loss, resolve
-from support.moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
+from support.moments import MANY, binary, classes, rand, randn, repeated, second_moment, source, within_five_errors
 from support.output_batches import masses_of, root_of, sampler_of
 
 C, PLACES = 3, 2
@@ -27,8 +27,7 @@ def products(marginals, shape):
         yield probability, torch.tensor([y for _, y in joint], dtype=DOUBLE).reshape(1, *shape)
 
 
-def bernoulli(output):
-    return products([[(p, 1.0), (1 - p, 0.0)] for p in output.flatten().tolist()], output.shape)
+bernoulli = lambda output: products([[(p, 1.0), (1 - p, 0.0)] for p in output.flatten().tolist()], output.shape)
 
 
 def poisson(output):
@@ -72,20 +71,10 @@ def expected_squares(loss, _, output):
     return total / places if loss.reduction == "mean" else total
 
 
-def expectation(loss, labels, output):
-    return (expected_hessian if labels else expected_squares)(loss, labels, output)
-
-
-def log_probabilities(*shape):
-    return randn(*shape).log_softmax(1)
-
-
-def probabilities(*shape):
-    return rand(*shape) * 0.8 + 0.1
-
-
-def rates(*shape):
-    return rand(*shape) + 0.5
+expectation = lambda loss, labels, output: (expected_hessian if labels else expected_squares)(loss, labels, output)
+log_probabilities = lambda *shape: randn(*shape).log_softmax(1)
+probabilities = lambda *shape: rand(*shape) * 0.8 + 0.1
+rates = lambda *shape: rand(*shape) + 0.5
 
 
 def heads(*shape):
@@ -164,16 +153,9 @@ def gradients(loss, output, labels):
     return torch.autograd.grad(as_heads(loss)(point, labels), point)[0]
 
 
-def labels_of_nll(output, drawn):
-    return drawn.abs().argmax(1)
-
-
-def labels_of_bce(output, drawn):
-    return (drawn < 0).double()
-
-
-def labels_of_poisson(output, drawn):
-    return (output - drawn * output).round()
+labels_of_nll = lambda output, drawn: drawn.abs().argmax(1)
+labels_of_bce = lambda output, drawn: (drawn < 0).double()
+labels_of_poisson = lambda output, drawn: (output - drawn * output).round()
 
 
 def labels_of_gaussian(output, drawn):
@@ -225,18 +207,21 @@ def test_probabilities_of_zero_and_one():
 
 
 NAN = [
-    (nn.NLLLoss(), log_probabilities(3, C)),
-    (nn.BCELoss(), probabilities(3, C)),
-    (nn.PoissonNLLLoss(log_input=False), rates(3, C)),
+    (nn.CrossEntropyLoss(), randn(3, C), classes),
+    (nn.BCEWithLogitsLoss(), randn(3, C), binary),
+    (nn.PoissonNLLLoss(), randn(3, C), binary),
+    (nn.NLLLoss(), log_probabilities(3, C), None),
+    (nn.BCELoss(), probabilities(3, C), None),
+    (nn.PoissonNLLLoss(log_input=False), rates(3, C), None),
 ]
 
 
-@pytest.mark.parametrize("loss, output", NAN)
-def test_nan_stays_in_its_sample(loss, output):
+@pytest.mark.parametrize("loss, output, target", NAN)
+def test_nan_stays_in_its_sample(loss, output, target):
     output = output.clone()
     output[1, 0] = math.nan
     for inject in (exact(), sampled(2), propagated(2)):
-        vectors = inject.vectors(output, loss)
+        vectors = inject.vectors(output, loss, target and target(output))
         assert vectors[:, 1].isnan().any() and vectors[:, [0, 2]].isfinite().all()
 
 

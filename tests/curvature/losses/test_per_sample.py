@@ -12,6 +12,7 @@ from torch import nn
 from curvature.losses.per_sample import per_sample_losses
 from curvature.losses.table import reduction_of
 from support.combinations import in_pairs
+from support.moments import randn, source
 
 # torch's advice on shapes and on the mean of a KL divergence, where a test means exactly that
 pytestmark = pytest.mark.filterwarnings("ignore:(Using a target size|reduction. 'mean'|There is a performance drop)")
@@ -20,16 +21,8 @@ C = 4
 DOUBLE = torch.float64
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
-
-
-def rand(*shape, seed=0):
-    return torch.rand(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
-
-
-def randint(high, shape, seed=1):
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+rand = lambda *shape, seed=0: torch.rand(shape, dtype=DOUBLE, generator=source(seed)) * 0.9 + 0.05
+randint = lambda high, shape, seed=1: torch.randint(high, shape, generator=source(seed))
 
 
 def loop(loss, output, target, count, output_dim=0, target_dim=0):
@@ -59,9 +52,8 @@ LAYOUTS = {
     "BCN": lambda n: ((2, C, n), 2, 1),
     "BCTN_flat": lambda n: ((2, C, 3, n * 2), -1, -1),
 }
-reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
-counts = pytest.mark.parametrize("count", [1, 3])
 REDUCTIONS, COUNTS = ["mean", "sum"], [1, 3]
+reductions, counts = pytest.mark.parametrize("reduction", REDUCTIONS), pytest.mark.parametrize("count", COUNTS)
 
 
 def options(kind, **values):
@@ -120,8 +112,7 @@ def test_class_of_weight_zero_and_indices_of_one_byte():
     agree(nn.NLLLoss(weight=WEIGHT, ignore_index=1), randn(6, C), randint(C, (6,)).byte(), 3)
 
 
-def counted(*shape, high=6):
-    return randint(high, shape).to(DOUBLE)
+counted = lambda *shape, high=6: randint(high, shape).to(DOUBLE)
 
 
 binary = partial(counted, high=2)

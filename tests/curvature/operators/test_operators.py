@@ -23,12 +23,9 @@ D = 0.3
 DTYPES = (torch.float64, torch.float32)
 
 
-def eye(op):
-    return torch.eye(op.space.size, dtype=op.space.dtype, device=op.space.device)
-
-
-def inverted(matrix, damping):
-    return torch.linalg.inv(matrix + damping * torch.eye(len(matrix)).to(matrix))
+eye = lambda op: torch.eye(op.space.size, dtype=op.space.dtype, device=op.space.device)
+shifted = lambda matrix, damping: matrix + damping * torch.eye(len(matrix)).to(matrix)
+inverted = lambda matrix, damping: torch.linalg.inv(shifted(matrix, damping))
 
 
 def square_of_root(op, damping):
@@ -46,19 +43,19 @@ METHODS = {
     "eigenvalues, largest": (lambda op: op.eigenvalues(3), lambda M: torch.linalg.eigvalsh(M)[-3:]),
     "negative, largest": (lambda op: (-op).eigenvalues(2), lambda M: torch.linalg.eigvalsh(-M)[-2:]),
     "norm": (lambda op: op.frobenius_norm(), torch.linalg.matrix_norm),
-    "shifted, norm": (lambda op: (-op).damped(D).frobenius_norm(), lambda M: (D * torch.eye(len(M)).to(M) - M).norm()),
+    "shifted, norm": (lambda op: (-op).damped(D).frobenius_norm(), lambda M: shifted(-M, D).norm()),
     "det": (lambda op: op.det(), torch.det),
-    "negative, det damped": (lambda op: (-op).det(D), lambda M: torch.det(D * torch.eye(len(M)).to(M) - M)),
+    "negative, det damped": (lambda op: (-op).det(D), lambda M: torch.det(shifted(-M, D))),
     "solve": (lambda op: op.solve(eye(op)), lambda M: inverted(M, 0)),
     "solve damped": (lambda op: op.solve(eye(op), D), lambda M: inverted(M, D)),
     "inverse": (lambda op: op.inverse() @ eye(op), lambda M: inverted(M, 0)),
     "inverse damped": (lambda op: op.inverse(D).to_dense(), lambda M: inverted(M, D)),
-    "inverse of inverse": (lambda op: op.inverse(D).solve(eye(op)), lambda M: M + D * torch.eye(len(M)).to(M)),
+    "inverse of inverse": (lambda op: op.inverse(D).solve(eye(op)), lambda M: shifted(M, D)),
     "inverse, solved": (lambda op: op.inverse(D).solve(eye(op), 2.0), lambda M: inverted(inverted(M, D), 2.0)),
-    "inverse, logdet": (lambda op: op.inverse(D).logdet(), lambda M: -torch.logdet(M + D * torch.eye(len(M)).to(M))),
+    "inverse, logdet": (lambda op: op.inverse(D).logdet(), lambda M: -torch.logdet(shifted(M, D))),
     "inverse, eigenvalues": (lambda op: op.inverse(D).eigenvalues(), lambda M: torch.linalg.eigvalsh(inverted(M, D))),
     "logdet": (lambda op: op.logdet(), torch.logdet),
-    "logdet damped": (lambda op: op.logdet(D), lambda M: torch.logdet(M + D * torch.eye(len(M)).to(M))),
+    "logdet damped": (lambda op: op.logdet(D), lambda M: torch.logdet(shifted(M, D))),
     "root": (lambda op: square_of_root(op, 0.0), lambda M: inverted(M, 0)),
     "root damped": (lambda op: square_of_root(op, D), lambda M: inverted(M, D)),
     "scaled": (lambda op: (2 * op).solve(eye(op), D), lambda M: inverted(2 * M, D)),
@@ -68,18 +65,15 @@ METHODS = {
     "scaled, trace": (lambda op: (3 * op).trace(), lambda M: 3 * M.trace()),
     "negative": (lambda op: (-op).eigenvalues(), lambda M: torch.linalg.eigvalsh(-M)),
     "negative, solved": (lambda op: (-op).solve(eye(op), 50.0), lambda M: inverted(-M, 50.0)),
-    "negative, logdet": (
-        lambda op: (-2 * op).logdet(80.0),
-        lambda M: torch.logdet(80.0 * torch.eye(len(M)).to(M) - 2 * M),
-    ),
+    "negative, logdet": (lambda op: (-2 * op).logdet(80.0), lambda M: torch.logdet(shifted(-2 * M, 80.0))),
     "nothing": (lambda op: (0 * op).solve(eye(op), D), lambda M: torch.eye(len(M)).to(M) / D),
-    "damped": (lambda op: op.damped(D).to_dense(), lambda M: M + D * torch.eye(len(M)).to(M)),
+    "damped": (lambda op: op.damped(D).to_dense(), lambda M: shifted(M, D)),
     "damped, solved": (lambda op: op.damped(D).solve(eye(op), D), lambda M: inverted(M, 2 * D)),
     "damped, scaled": (lambda op: (2 * op.damped(D)).diagonal(), lambda M: 2 * M.diagonal() + 2 * D),
     "sum": (lambda op: (op + op).to_dense(), lambda M: 2 * M),
     "sum, diagonal": (lambda op: (op + 2 * op).diagonal(), lambda M: 3 * M.diagonal()),
     "sum, solved": (lambda op: (op + op).solve(eye(op), D), lambda M: inverted(2 * M, D)),
-    "sum, damped": (lambda op: (op + op + op).damped(D) @ eye(op), lambda M: 3 * M + D * torch.eye(len(M)).to(M)),
+    "sum, damped": (lambda op: (op + op + op).damped(D) @ eye(op), lambda M: shifted(3 * M, D)),
     "difference": (lambda op: (op - 3 * op) @ eye(op), lambda M: -2 * M),
     "difference, trace": (lambda op: (2 * (op - 3 * op)).trace(), lambda M: -4 * M.trace()),
     "scipy": (lambda op: torch.from_numpy(op.to_scipy() @ eye(op).cpu().numpy()).to(op.space.device), lambda M: M),
@@ -138,7 +132,8 @@ def test_files(structure, device, tmp_path):
 
 
 def test_files_of_nested_ones(device, tmp_path):
-    op = 2 * (Dense(*first(device)) + diagonal_of(device))
+    space, matrix = first(device)
+    op = 2 * (Dense(space, matrix) + Diagonal(space, Source(device, seed=2).positive(space.size)))
     op.save(tmp_path / "sum.pt")
     again = load(tmp_path / "sum.pt")
     assert isinstance(again, Sum)
@@ -148,11 +143,6 @@ def test_files_of_nested_ones(device, tmp_path):
 def first(device):
     op, matrix = dense(Source(device))
     return op.space, matrix
-
-
-def diagonal_of(device):
-    space, _ = first(device)
-    return Diagonal(space, Source(device, seed=2).positive(space.size))
 
 
 def test_files_hold_no_more_than_the_matrix(tmp_path):

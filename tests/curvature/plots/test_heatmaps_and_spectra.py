@@ -164,23 +164,19 @@ def test_factors():
         assert units == ["entry [activation²]", "entry [loss / output²]"]
 
 
-def test_factors_of_groups_lie_on_the_diagonal():
-    model = nn.Sequential(nn.Conv1d(4, 2, 3, groups=2), nn.Flatten(), nn.Linear(4, 2))
-    K = kfac(*problem(model=model, shape=(4, 4)))
-    A, B = K.blocks["0.weight"].A.double(), K.blocks["0.weight"].B.double()
-    left, right = plots.factors(K, "0")[0]
-    np.testing.assert_array_equal(array_of(left), torch.block_diag(*A).numpy())
-    np.testing.assert_array_equal(array_of(right), torch.block_diag(*B).numpy())
-    assert left.get_title() == "0: A, 2 groups"
-
-
-def test_factors_of_many_groups_show_the_first():
-    model = nn.Sequential(nn.LayerNorm(50), nn.Linear(50, 2))
-    K = kfac(*problem(model=model, shape=(50,)))
-    left, right = plots.factors(K, "0")[0]
-    A = K.blocks["0.weight"].A[:MAX_GROUPS].double()
-    np.testing.assert_array_equal(array_of(left), torch.block_diag(*A).numpy())
-    assert right.get_title() == f"0: B, first {MAX_GROUPS} of 50 groups"
+@pytest.mark.parametrize(
+    ("layers", "shape", "titles"),
+    [
+        ((nn.Conv1d(4, 2, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)), (4, 4), "2 groups"),
+        ((nn.LayerNorm(50), nn.Linear(50, 2)), (50,), f"first {MAX_GROUPS} of 50 groups"),
+    ],
+)
+def test_factors_of_groups_lie_on_the_diagonal(layers, shape, titles):
+    """Of many groups the first."""
+    K = kfac(*problem(model=nn.Sequential(*layers), shape=shape))
+    for ax, factor, title in zip(plots.factors(K, "0")[0], (K["0"].A, K["0"].B), "AB", strict=True):
+        np.testing.assert_array_equal(array_of(ax), torch.block_diag(*factor[:MAX_GROUPS].double()).numpy())
+        assert ax.get_title() == f"0: {title}, {titles}"
 
 
 def test_a_diagonal_factor_is_a_curve():
@@ -346,8 +342,7 @@ def big():
     return MatrixFree(space, lambda V: V)
 
 
-def deep():
-    return kfac(*problem(model=nn.Sequential(*(nn.Linear(2, 2) for _ in range(MAX_LAYERS + 1))), shape=(2,)))
+deep = lambda: kfac(*problem(model=nn.Sequential(*(nn.Linear(2, 2) for _ in range(MAX_LAYERS + 1))), shape=(2,)))
 
 
 M = of_values([1.0, 2.0])

@@ -43,8 +43,7 @@ def history_of(count=12, scale=1.0):
     ]
 
 
-def only(key, values):
-    return [{"step": k, key: value} for k, value in enumerate(values)]
+only = lambda key, values: [{"step": k, key: value} for k, value in enumerate(values)]
 
 
 def legend_of(ax):
@@ -52,8 +51,7 @@ def legend_of(ax):
     return [text.get_text() for text in found.get_texts()] if found else []
 
 
-def shown(ax, index=0):
-    return [np.asarray(values).tolist() for values in ax.lines[index].get_data()]
+shown = lambda ax, index=0: [np.asarray(values).tolist() for values in ax.lines[index].get_data()]
 
 
 @pytest.mark.filterwarnings("error")

@@ -90,6 +90,14 @@ def started(model: nn.Module, x: Tensor, sharing: str = "expand") -> tuple[Block
     return factors, block_of(factors, model)
 
 
+def going(name: str, batches: int = 2, device: str = "cpu", sharing: str = "expand") -> tuple[Any, ...]:
+    """The model, its factors with a basis from one batch and a second batch in it, the block, all batches."""
+    model, xs = built(name, batches, device)
+    factors, block = started(model, xs[0], sharing)
+    update(factors, model, xs[1])
+    return model, factors, block, xs
+
+
 def basis_of(block: Any) -> list[Tensor]:
     return products(*(matrix.entries for matrix in block.basis))
 
@@ -122,9 +130,7 @@ def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, devic
     """Those of samples one by one, however the factors sum over places, in whichever basis."""
     monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", limit)
     monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
-    model, (x, y) = built(name, 2, device)
-    factors, block = started(model, x, sharing)
-    update(factors, model, y)
+    model, _, block, (_, y) = going(name, 2, device, sharing)
     close(block.values, exact(block, model, y))
     close(block.mean_eigenvalue * block.dimension, exact(block, model, y).sum())
 
@@ -142,9 +148,7 @@ def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, mon
 @pytest.mark.parametrize("name", ["linear", "places", "grouped_conv", "conv_twice"])
 def test_some_samples_stand_for_many_that_have_places(name: str, monkeypatch):
     monkeypatch.setattr(curvature.preconditioners.eigen, "MIN_SAMPLES", 2)
-    model, (x, y) = built(name, 2)
-    factors, block = started(model, x)
-    update(factors, model, y)
+    model, _, block, (_, y) = going(name)
     close(block.values, exact(block, model, y if name == "linear" else y[:: N // 2]))
 
 
@@ -200,9 +204,7 @@ def test_low_precision_is_summed_up_in_single():
 @each_model
 def test_values_are_carried_over_to_the_next_basis(name: str):
     """Those of the matrix that is diagonal in the old basis; its trace is the same in any."""
-    model, (x, y, z) = built(name, 3)
-    factors, block = started(model, x)
-    update(factors, model, y)
+    model, factors, block, (_, _, z) = going(name, 3)
     old = basis_of(block)
     update(factors, model, z, vectors=normal_vectors(1))
     middle = block.values
@@ -217,9 +219,7 @@ def test_values_are_carried_over_to_the_next_basis(name: str):
 
 @some_models
 def test_statistics_are_carried_over_to_the_basis_that_they_are_taken_into(name: str):
-    model, (x, y, z) = built(name, 3)
-    factors, block = started(model, x)
-    update(factors, model, y)
+    model, factors, block, (_, _, z) = going(name, 3)
     old, before = basis_of(block), exact(block, model, z)
     found = measure(factors, model, z, unit_vectors)
     invert([block], 0.0, 0.1)
@@ -274,9 +274,7 @@ def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str
 @each_model
 def test_solve_is_dense(name: str):
     """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues."""
-    model, (x, y) = built(name, 2)
-    factors, block = started(model, x)
-    update(factors, model, y)
+    model, factors, block, _ = going(name)
     for damping in (0.03, 2.0):
         invert([block], 0.0, damping)
         close(solved(block, model), densely(block, model, block.values + damping))
@@ -328,9 +326,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @some_models
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_batches_that_are_not_finite_are_left_out(name: str, bad: float):
-    model, (x, y, z) = built(name, 3)
-    factors, block = started(model, x)
-    update(factors, model, y)
+    model, factors, block, (x, y, z) = going(name, 3)
     before = everything(block)
     update(factors, model, z, vectors=lambda output: bad * unit_vectors(output))
     measure(factors, model, z, unit_vectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def stance() -> str:
     return other.prev.stance
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
     """The garbage collector ends that of an optimizer while another's is on."""
     function = checkpoint.CheckpointFunction

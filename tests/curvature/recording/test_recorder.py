@@ -380,11 +380,6 @@ def test_a_recurrent_layer_is_its_products():
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
 
 
-def equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_are_those_of_the_kernel(kind: str, bias: bool):
@@ -405,15 +400,15 @@ def test_derivatives_are_those_of_the_kernel(kind: str, bias: bool):
         vectors = [torch.randn(2, *out.shape, dtype=out.dtype) for out in found]
         first = [v[0] for v in vectors]
         directions = [torch.randn_like(x) for x in inputs]
-    equal(found, expected)
+    torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected, inputs, first, create_graph=True)
-    equal(list(torch.autograd.grad(found, inputs, first, retain_graph=True)), list(wanted))
+    torch.testing.assert_close(list(torch.autograd.grad(found, inputs, first, retain_graph=True)), list(wanted))
     batched = torch.autograd.grad(found, inputs, vectors, retain_graph=True, is_grads_batched=True)
-    equal([g[0] for g in batched], list(wanted))
+    torch.testing.assert_close([g[0] for g in batched], list(wanted))
     gradients = torch.autograd.grad(found, inputs, first, create_graph=True)
-    equal(list(gradients), list(wanted))
+    torch.testing.assert_close(list(gradients), list(wanted))
     second = partial(torch.autograd.grad, grad_outputs=directions, materialize_grads=True)
-    equal(list(second(gradients, inputs)), list(second(wanted, inputs)))
+    torch.testing.assert_close(list(second(gradients, inputs)), list(second(wanted, inputs)))
 
 
 def test_a_plan_is_kept_where_gradients_of_early_steps_vanish():

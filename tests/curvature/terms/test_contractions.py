@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from curvature.terms import (
     Term,
     TransposedConvolution,
     contractions,
+    convolution,
     joined,
     merge_places,
     pairs,
@@ -202,19 +204,14 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 
 
 @each_family
-def test_gradients(family: str, device):
+def test_gradients(family: str, device, monkeypatch):
+    """Also from patches of one sample at a time."""
     terms, rows = built(family, device)
-    assert_equal(contractions.gradients(terms), rows)
     assert_equal(torch.stack([term.gradients() for term in terms]).sum(0), rows)
     assert all(tuple(term.shape) == tuple(rows.shape[1:]) for term in terms)
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved")])
-def test_gradients_from_patches_of_one_sample_at_a_time(family: str, device, monkeypatch):
-    monkeypatch.setattr("curvature.terms.convolution.CACHED_ELEMENTS", 1)
-    terms, rows = built(family, device)
-    found = contractions.gradients(terms)
-    assert_equal(found, rows)
+    for elements in (convolution.CACHED_ELEMENTS, 1):
+        monkeypatch.setattr(convolution, "CACHED_ELEMENTS", elements)
+        assert_equal(contractions.gradients(terms), rows)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -306,17 +303,14 @@ def test_norms_of_terms_that_cancel_are_not_negative():
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
 def test_unfolded_convolutions_are_the_same(family: str, device):
+    """And inner products of patches without patches are those of the patches."""
     terms, rows = built(family, device)
     outers = [unfold(term) for term in terms]
     assert all(isinstance(term, OuterProduct) for term in outers)
     assert_equal(contractions.gradients(outers), rows)
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
-def test_inner_products_of_patches_without_patches(family: str, device):
-    for term in built(family, device)[0]:
+    for term, outer in zip(terms, outers, strict=True):
         assert isinstance(term, Convolution)
-        a, b = (x.transpose(1, 2) for x in (unfold(term).a, term.backprops()))
+        a, b = (x.transpose(1, 2) for x in (outer.a, term.backprops()))
         for left in (term._patch_gram(), term.grams()[0]):
             assert_equal(left, a @ a.mT)
         assert_equal(term.grams()[1], b @ b.mT)
@@ -404,7 +398,7 @@ def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> Non
 SIZES = (2, 3, 4)  # g, o, i
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_axes_in_any_order(order: tuple[int, ...], has_bias: bool) -> None:
     """Axis k of the weight is axis `order[k]` of (g, o, i)."""

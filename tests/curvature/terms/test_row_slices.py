@@ -16,6 +16,7 @@ from curvature.terms import RowSlice
 from curvature.terms.contractions import gradients, row_ranges
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded
+from support.oracles.brute_force import Matrices, positions
 from support.oracles.influence import own_gradients, scores
 from support.views import WEIGHTS, N, built, close, drawn, means, terms_of
 
@@ -97,28 +98,29 @@ def test_cross_attention_is_in_pieces():
             assert Scheme.of(parts, [(stop - start, 4), (stop - start,)], torch.float64, "expand") is not None
 
 
-@pytest.mark.parametrize(
-    "function", [lambda w: [w[::2], w[1::2]], lambda w: [w[:, :2], w[:, 1:]], lambda w: [w[[2, 0]], w[[1, 3]]]]
-)
-def test_what_is_not_rows_next_to_each_other_is_not_taken_for_such(function):
-    run = lambda m, x: sum(F.linear(x[..., : w.shape[1]], w).tanh().sum(-1) for w in function(m.weight))
+NO_ROWS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "every second": lambda w: [w[::2], w[1::2]],
+    "columns": lambda w: [w[:, :2], w[:, 1:]],
+    "in another order": lambda w: [w[[2, 0]], w[[1, 3]]],
+    "rows beside the whole": lambda w: [w[:2], w],
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_what_is_not_rows_next_to_each_other_is_not_taken_for_such(name: str):
+    run = lambda m, x: sum(F.linear(x[..., : w.shape[1]], w).tanh().sum(-1) for w in NO_ROWS[name](m.weight))
     model, x = built(lambda: Raw(run, weight=(4, 3))), drawn(N, 2, 3)
     terms, _, v = terms_of(model, x)
     (piece,) = row_ranges(terms["weight"])
-    assert piece.terms is terms["weight"] and not any(isinstance(term, RowSlice) for term in piece.terms)
+    assert piece.terms is terms["weight"] and gradients(piece.terms).shape == (N, 4, 3)
+    assert name == "rows beside the whole" or not any(isinstance(term, RowSlice) for term in piece.terms)
     (expected,) = torch.autograd.grad((model(x) * v).sum(), model.weight)
     close(gradients(piece.terms).sum(0), expected)
 
 
-def test_rows_of_one_parameter_read_by_one_and_together_by_another_are_one_piece():
-    run = lambda m, x: F.linear(x, m.weight[:2]).sum(-1) + F.linear(x, m.weight).sum(-1)
-    terms, _, _ = terms_of(built(lambda: Raw(run, weight=(4, 3))), drawn(N, 2, 3))
-    (piece,) = row_ranges(terms["weight"])
-    assert piece.terms is terms["weight"] and gradients(piece.terms).shape == (N, 4, 3)
-
-
 LOSS = nn.CrossEntropyLoss()
-FACTORS = [(1.0, 1.0), (0.5, 1.0), (1.0, 2.0), (2.0, 2.0), (0.0, 1.0)]
+each_build = pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
+each_scale = pytest.mark.parametrize(("beta", "alpha"), [(1.0, 1.0), (0.5, 1.0), (1.0, 2.0), (2.0, 2.0), (0.0, 1.0)])
 
 
 def scaled_bias(beta: float, alpha: float) -> tuple[nn.Module, Tensor, Tensor]:
@@ -127,8 +129,8 @@ def scaled_bias(beta: float, alpha: float) -> tuple[nn.Module, Tensor, Tensor]:
         return Raw(forward, weight=(4, 3), bias=(3,)).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
 
 
-@pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
-@pytest.mark.parametrize(("beta", "alpha"), FACTORS)
+@each_build
+@each_scale
 def test_factors_of_one_sample_are_its_gauss_newton_matrix(beta: float, alpha: float, build: Any) -> None:
     """Both factors have no more than one term then; weight and bias are one block if their factors are alike."""
     model, x, y = scaled_bias(beta, alpha)
@@ -136,16 +138,14 @@ def test_factors_of_one_sample_are_its_gauss_newton_matrix(beta: float, alpha: f
     assert len(blocks) == (1 if beta == alpha else 2)
     for block in blocks.values():
         exact = curvature.gauss_newton(model, LOSS, (x[:1], y[:1]), parameters=block.space.names)
-        jacobian = curvature.per_sample_jacobians(model, x[:1], parameters=block.space.names)
-        rows = torch.cat([jacobian[name].reshape(3, -1) for name in block.space.names], 1)
-        p = model(x[:1])[0].detach().softmax(0)
-        expected = rows.T @ (p.diag() - p.outer(p)) @ rows
+        where = torch.cat([positions(model)[name].flatten() for name in block.space.names])
+        expected = Matrices(model, LOSS, (x[:1], y[:1])).gauss_newton[where[:, None], where]
         torch.testing.assert_close(exact.to_dense(), expected)
         torch.testing.assert_close(block.to_dense(), expected)
 
 
-@pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
-@pytest.mark.parametrize(("beta", "alpha"), FACTORS)
+@each_build
+@each_scale
 def test_scores_and_posteriors_are_those_of_the_matrix(beta: float, alpha: float, build: Any) -> None:
     model, x, y = scaled_bias(beta, alpha)
     K, rows = build(model, LOSS, (x, y)), own_gradients(model, LOSS, x, y)

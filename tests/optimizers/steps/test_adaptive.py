@@ -15,7 +15,7 @@ from optimizers import EKFAC, KFAC
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import Quadratic, next_damping
 from support.cases.case import Raw, seeded
-from support.training import TASKS, assert_same, closure_of, copied, task, train_by_closure
+from support.training import TASKS, Loss, assert_same, closure_of, copied, task, train_by_closure
 
 # -- the quadratic model
 
@@ -47,14 +47,19 @@ def test_curvature_of_directions_is_that_of_the_gauss_newton_matrix(name: str):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
+def curvature_along(
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, direction: dict[str, Tensor], stride: int
+) -> float:
+    replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), loss, x, y))
+    replay.first()
+    return replay.curvatures([direction], stride).item()
+
+
 def test_every_second_sample_is_taken():
     model, loss, x, y = task("mlp", n=8)
     direction = {k: torch.sin(torch.arange(p.numel()).float()).view_as(p) for k, p in model.named_parameters()}
-    found = []
-    for part, stride in ((slice(None), 2), (slice(None, None, 2), 1), (slice(None), 1)):
-        replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), loss, x[part], y[part]))
-        replay.first()
-        found.append(replay.curvatures([direction], stride).item())
+    batches = ((x, y, 2), (x[::2], y[::2], 1), (x, y, 1))
+    found = [curvature_along(model, loss, x, y, direction, stride) for x, y, stride in batches]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0] != pytest.approx(found[2], rel=1e-2)
 
@@ -67,9 +72,7 @@ def test_penalties_in_the_closure_count():
     found = []
     for c in (0.0, 3.0):
         total = lambda out, y, c=c: loss(out, y) + c / 2 * sum(p.square().sum() for p in model.parameters())
-        replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), total, x, y))
-        replay.first()
-        found.append(replay.curvatures([direction], 1).item())
+        found.append(curvature_along(model, total, x, y, direction, 1))
     assert found[1] - found[0] == pytest.approx(3.0 * size, rel=1e-4)
 
 

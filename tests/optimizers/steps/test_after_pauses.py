@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import fmean
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
+from support.training import Loss, train
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
 
@@ -25,15 +25,8 @@ def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def train(opt: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return losses
+def usual(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
+    return train(model, opt, F.cross_entropy, X, Y, steps)
 
 
 @OPTIMIZERS
@@ -44,35 +37,34 @@ def test_many_bad_batches_in_a_row_are_as_two(optimizer: type[KFAC], bad: float)
     for count in (2, 60):
         model = network()
         opt = optimizer(model)
-        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
-        train(opt, lambda model=model: F.cross_entropy(model(X), Y) * bad, count)
+        usual(model, opt, 12)
+        train(model, opt, lambda output, y: F.cross_entropy(output, y) * bad, X, Y, count)
         assert opt.skipped == count
-        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
+        usual(model, opt, 12)
         ends.append([opt.stats()["overshoots"], opt.history[-1]["step_size"], *model.parameters()])
     assert ends[0][:2] == ends[1][:2]
     assert all(map(torch.equal, ends[0][2:], ends[1][2:]))
 
 
-def silence(model: nn.Module) -> Tensor:
-    return model(X).sum() * 0
+def silence(output: Tensor, y: Tensor) -> Tensor:
+    return output.sum() * 0
 
 
-def one_class(model: nn.Module) -> Tensor:
-    return F.cross_entropy(model(X), torch.zeros_like(Y))
+def one_class(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, torch.zeros_like(y))
 
 
 @OPTIMIZERS
 @pytest.mark.parametrize("pause", [silence, one_class], ids=lambda f: f.__name__)
-def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Callable[[nn.Module], Tensor]) -> None:
+def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Loss) -> None:
     """Gradients were clipped to twice their mean, which follows by 3 % a step: no loss fell for thousands of steps."""
     ends = []
     for make in (optimizer, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)):
         model = network()
         opt = make(model)
-        train(opt, lambda model=model: F.cross_entropy(model(X), Y), 12)
-        train(opt, lambda model=model: pause(model), 800)
-        losses = train(opt, lambda model=model: F.cross_entropy(model(X), Y), 80)
-        ends.append(fmean(losses[-5:]))
+        usual(model, opt, 12)
+        train(model, opt, pause, X, Y, 800)
+        ends.append(fmean(usual(model, opt, 80)[-5:]))
     assert ends[0] < ends[1]
 
 
@@ -82,8 +74,8 @@ def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
     for factor in (1e3, 1e6):
         model = network().double()
         opt = KFAC(model)
-        train(opt, lambda model=model: F.cross_entropy(model(X.double()), Y), 12)
-        train(opt, lambda model=model, k=factor: F.cross_entropy(model(X.double()), Y) * k, 2)
+        train(model, opt, F.cross_entropy, X.double(), Y, 12)
+        train(model, opt, lambda output, y, k=factor: F.cross_entropy(output, y) * k, X.double(), Y, 2)
         ends.append([p.detach() for p in model.parameters()])
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

@@ -13,6 +13,7 @@ from optimizers.steps.directions import Direction
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.rule import layout_of_step
 from support.cases.case import seeded
+from support.oracles.brute_force import Matrices
 from support.training import backward, task
 
 pytestmark = pytest.mark.fast
@@ -24,18 +25,6 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     with seeded(0):
         model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(6, 3).double()
     return model, x, torch.tensor([0, 1, 2, 0, 1, 2])
-
-
-def gauss_newton(model: nn.Module, x: Tensor) -> Tensor:
-    """Of the mean cross-entropy, from one Jacobian and softmax for each sample."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    rows = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, x))(parameters)
-    J = torch.cat([part.flatten(2) for part in rows.values()], 2)
-    G = torch.zeros(J.shape[2], J.shape[2]).double()
-    for jacobian, output in zip(J, model(x), strict=True):
-        p = output.softmax(0).detach()
-        G += jacobian.T @ (p.diag() - p.outer(p)) @ jacobian / len(x)
-    return G
 
 
 def direction(opt: Any, recall: float = 1.0) -> Direction:
@@ -107,7 +96,10 @@ def test_a_direction_that_is_not_kept_changes_nothing(make: Any) -> None:
 def test_energies_of_natural_gradients_are_without_damping(layerwise: bool) -> None:
     """The predicted change of the outputs is the root of u^T G u for u = (G + damping)^-1 g, or the sum over layers."""
     model, x, y = problem()
-    opt, G = NaturalGradient(model, loss=LOSS, damping=DAMPING, layerwise=layerwise), gauss_newton(model, x)
+    opt, G = (
+        NaturalGradient(model, loss=LOSS, damping=DAMPING, layerwise=layerwise),
+        Matrices(model, LOSS, (x, y)).gauss_newton,
+    )
     backward(model, opt, LOSS, x, y)
     g = torch.cat([p.grad.flatten() for p in model.parameters()])
     opt.step()

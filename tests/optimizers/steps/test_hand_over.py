@@ -52,6 +52,15 @@ def noisy_losses(model: nn.Module, opt: Any, count: int) -> None:
         opt.step(closure_of(model, opt, F.cross_entropy, x, drawn))
 
 
+def handed_over(**options: Any) -> tuple[nn.Module, KFAC]:
+    """After the change to plain steps."""
+    model = perceptron()
+    opt = KFAC(model, adaptive=True, **options)
+    noisy_losses(model, opt, 12)
+    assert opt.stats()["plain_from"] is not None
+    return model, opt
+
+
 # -- when
 
 
@@ -182,23 +191,15 @@ def test_looking_back_leaves_no_trace():
 
 
 def test_the_intervals_are_those_of_plain_steps():
-    found = []
     for options in ({}, {"factor_every": 2}, {"decompose_every": 7}):
-        model = perceptron()
-        opt = KFAC(model, adaptive=True, **options)
-        noisy_losses(model, opt, 12)
-        assert opt.stats()["plain_from"] is not None
-        schedule = opt.preconditioner.schedule
-        found.append((schedule.factor_every, schedule.decompose_every))
-    assert found == [(None, None), (2, None), (None, 7)]
+        schedule = handed_over(**options)[1].preconditioner.schedule
+        found = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
+        assert found == {"factor_every": None, "decompose_every": None, **options}
 
 
 @pytest.mark.training_run
 def test_a_closure_without_backward_still_does():
-    model = perceptron()
-    opt = KFAC(model, adaptive=True)
-    noisy_losses(model, opt, 12)
-    assert opt.stats()["plain_from"] is not None
+    model, opt = handed_over()
     before = whole_loss(model)
     for x, y in batches(128, 20):
         opt.step(lambda x=x, y=y: (opt.zero_grad(), F.cross_entropy(model(x), y))[1])
@@ -206,9 +207,7 @@ def test_a_closure_without_backward_still_does():
 
 
 def test_bad_batches_are_skipped():
-    model = perceptron()
-    opt = KFAC(model, adaptive=True)
-    noisy_losses(model, opt, 12)
+    model, opt = handed_over()
     before = copied(model)
     x, y = next(batches(32, 1))
     opt.step(closure_of(model, opt, F.cross_entropy, x * math.nan, y))

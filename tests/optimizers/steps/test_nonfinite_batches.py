@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.host_waits import Waits
-from support.training import assert_same, copied, curvature_of, task, train
+from support.training import assert_same, backward, copied, curvature_of, task, train, train_by_closure
 
 
 def everything(opt: KFAC, model: nn.Module) -> dict[str, Tensor]:
@@ -32,15 +32,11 @@ def everything(opt: KFAC, model: nn.Module) -> dict[str, Tensor]:
     return copied(model) | curvature_of(opt) | per | own
 
 
-def spoil(model: nn.Module, kind: str, x: Tensor) -> Tensor:
-    """The batch with one value that is no number."""
-    return x.clone().index_fill_(0, torch.tensor([3]), math.nan) if kind == "input" else x
-
-
 def spoiled_step(model: nn.Module, opt: KFAC, batch: tuple[Callable[..., Tensor], Tensor, Tensor], kind: str) -> None:
+    """One value of the input is no number, or one of a gradient is that of `kind`."""
     loss, x, y = batch
-    opt.zero_grad()
-    loss(model(spoil(model, kind, x)), y).backward()
+    x = x.index_fill(0, torch.tensor([3]), math.nan) if kind == "input" else x
+    backward(model, opt, loss, x, y)
     if kind != "input":
         list(model.parameters())[-1].grad.view(-1)[0] = float(kind)  # type: ignore[union-attr]
     opt.step()
@@ -61,8 +57,7 @@ def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name:
     model, loss, x, y = task(name, device)
     opt, ordinary = optimizer(model, weight_decay=0.01), 0
     for _ in range(50):
-        opt.zero_grad()
-        loss(model(x), y).backward()
+        backward(model, opt, loss, x, y)
         assert not opt.skipped  # asks for the verdict on the last step, which has long arrived
         with Waits() as waits:
             opt.step()
@@ -84,9 +79,8 @@ def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], 
     for k in range(8):
         spoiled_step(model, opt, batch, kind)
         if opt.recorder.generator is not None and same.recorder.generator is not None:
-            same.recorder.generator.set_state(
-                opt.recorder.generator.get_state()
-            )  # the vectors of a bad batch are drawn
+            # the vectors of a bad batch are drawn
+            same.recorder.generator.set_state(opt.recorder.generator.get_state())
         assert_same(everything(opt, model), everything(same, other))
         assert opt.skipped == k + 1 and same.skipped == 0 and opt.steps == 29 + k
         assert opt.history[-1] == {"step": 29 + k, "accepted": False}
@@ -121,14 +115,8 @@ def test_empty_batches_of_a_closure(options: dict[str, bool]):
     opt = KFAC(model, **options)
     values = []
     for size in (0, 64, 0, 64, 0, 64):
-
-        def closure(size: int = size) -> Tensor:
-            opt.zero_grad()
-            value = F.cross_entropy(model(x[:size]), y[:size], reduction="sum")
-            value.backward()
-            return value
-
-        values.append(opt.step(closure).item())
+        summed = functools.partial(F.cross_entropy, reduction="sum")
+        values += train_by_closure(model, opt, summed, x[:size], y[:size], 1)
     assert all(map(math.isfinite, values)) and values[5] < values[3] < values[1]
 
 

@@ -34,23 +34,20 @@ def test_more_damping_until_the_loss_falls(bad: float) -> None:
     assert tried == pytest.approx([0.1, 0.1 * GROW, 0.1 * GROW**2])
 
 
-def test_a_ladder_without_success_ends() -> None:
-    tried: list[float] = []
-    trial = first_accepted(lambda damping: (tried.append(damping) or -1.0, None), 1.0)
-    assert trial == Trial(1.0, GROW ** (MOST_TRIES - 1), -1.0, MOST_TRIES, False, None)
-    assert len(tried) == MOST_TRIES
-
-
-def test_the_last_try_needs_no_more_than_a_lower_loss() -> None:
-    for ratio, is_accepted in ((0.25, True), (-0.25, False)):
-        trial = first_accepted(lambda damping, ratio=ratio: (ratio, None), 1.0, 0.5)
-        assert (trial.is_accepted, trial.ratio, trial.damping) == (is_accepted, ratio, GROW ** (MOST_TRIES - 1))
-
-
-def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
-    ratios = iter([-1.0, 0.0])
-    trial = first_accepted(lambda damping: (next(ratios), None), 1.0)
-    assert trial == Trial(1.0, GROW, 0.0, 2, False, None)
+@pytest.mark.parametrize(
+    ("ratios", "least", "tries", "is_accepted"),
+    [
+        ([-1.0] * MOST_TRIES, 0.0, MOST_TRIES, False),
+        ([-1.0, 0.0], 0.0, 2, False),  # a loss that does not change at all
+        ([0.25] * MOST_TRIES, 0.5, MOST_TRIES, True),  # the last try needs no more than a lower loss
+        ([-0.25] * MOST_TRIES, 0.5, MOST_TRIES, False),
+    ],
+)
+def test_where_a_ladder_ends(ratios: list[float], least: float, tries: int, is_accepted: bool) -> None:
+    left = iter(ratios)
+    trial = first_accepted(lambda damping: (next(left), None), 1.0, least)
+    assert not list(left)
+    assert trial == Trial(1.0, GROW ** (tries - 1), ratios[-1], tries - is_accepted, is_accepted, None)
 
 
 # -- rules of one's own

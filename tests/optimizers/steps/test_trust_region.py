@@ -279,6 +279,11 @@ class Stepped:
         for name, x in expected.items():
             torch.testing.assert_close(self.model[name].detach(), torch.tensor(x).double())
 
+    def go_on(self, other: Stepped) -> None:
+        """From a checkpoint of the other."""
+        self.opt.load_state_dict(copy.deepcopy(other.opt.state_dict()))
+        self.model.load_state_dict(other.model.state_dict())
+
     @property
     def known(self) -> TrustState:
         assert self.rule.state is not None
@@ -388,8 +393,7 @@ def test_a_step_is_undone_once_after_a_checkpoint_too() -> None:
     run, other = two_layers(), two_layers()
     run.step(**GOOD)
     run.step(**BAD)
-    other.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
-    other.model.load_state_dict(run.model.state_dict())
+    other.go_on(run)
     for _ in range(3):
         other.step(**BAD)
     other.close(a=[3.0, 4.0], b=[0.9, 0.0])
@@ -410,8 +414,7 @@ def test_states_of_a_checkpoint_go_on() -> None:
     run, other = two_layers(), two_layers()
     for _ in range(2):
         run.step(**GOOD)
-    other.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
-    other.model.load_state_dict(run.model.state_dict())
+    other.go_on(run)
     assert other.known == run.known and other.rule.layers == run.rule.layers
     assert run.step(**GOOD)["step_size"] == other.step(**GOOD)["step_size"]
     assert all(torch.equal(run.model[name], other.model[name]) for name in "ab")
