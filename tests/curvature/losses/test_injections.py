@@ -65,6 +65,20 @@ def test_functions_of_torch_are_their_modules(function, module, target):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss(reduction="sum")])
+def test_empirical_is_the_gradient_of_the_sample_alone(loss):
+    """With its sign, which no matrix shows."""
+    output = randn(3, C, PLACES)
+    y = classes(output)
+    y[0] = -100  # ignored
+    got = empirical().vectors(output, loss, y)
+    for n in range(1, 3):
+        point = output[n : n + 1].clone().requires_grad_()
+        (want,) = torch.autograd.grad(loss(point, y[n : n + 1]), point)
+        torch.testing.assert_close(got[:, n], want, rtol=1e-12, atol=1e-12)
+    assert not got[:, 0].any()
+
+
 @pytest.mark.parametrize("size", [1, 4, VECTORS_PER_CHUNK])
 @pytest.mark.parametrize("inject", [exact(), empirical(), propagated(9)], ids=str)
 def test_chunks(inject, size):
