@@ -99,6 +99,16 @@ def test_a_loss_of_such_an_output_has_rows_and_all_that_is_made_of_them(name: st
     curvature.check_gradients(model, loss, x, y)
 
 
+def test_the_check_goes_along_the_axis_of_the_samples() -> None:
+    """Along the other one they meet."""
+    with seeded(0):
+        model, x, y = nn.Linear(3, 2).double(), torch.randn(4, N, 3).double(), torch.randn(4, N, 2).double()
+    added = Raw(lambda m, x: m.inner(x).cumsum(0), inner=model)
+    curvature.check_gradients(added, nn.MSELoss(), x, y, sample_dim=1)
+    with pytest.raises(ValueError, match="changes with the other samples"):
+        curvature.check_gradients(added, nn.MSELoss(), x, y)
+
+
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "more than logits"])
 def test_matrices_say_what_was_found_and_what_to_return(name: str) -> None:
     model, loss, x, y = problem(name)
