@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import digests, either_form, number_of_batches, require_order
+from curvature.gradients import digests, either_form, number_of_batches, require_order, validate_loss
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, by_layers, collected, require_injection, seed_of, summed
@@ -212,6 +212,7 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
+    validate_loss(loss)
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     return ThroughGradient(Repeated(source), source.space).operator()
 

@@ -122,6 +122,11 @@ class HalfProduct(torch.autograd.Function):
         return sent * g.detach(), sent * v
 
 
+def test_a_hessian_needs_the_loss():
+    with pytest.raises(TypeError, match="loss: expected a loss module or a callable.*NoneType"):
+        curvature.hessian(nn.Linear(3, 2), None, (torch.randn(5, 3), None))
+
+
 def test_wrong_second_derivatives_are_no_hessian():
     model = Raw(lambda m, x: x * HalfProduct.apply(m.v, m.g), v=(3,), g=(3,)).double()
     with pytest.raises(RuntimeError, match="loses a part of the Hessian"):
