@@ -162,24 +162,23 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
 def _checked(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int
 ) -> tuple[Loss, bool, int]:
-    """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front."""
+    """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front.
+
+    Every tensor must have N samples of at least one row each.
+    """
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
-    output_dim = _sample_dim("output", output, count, output_dim)
-    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
-    return loss, mean, output_dim
-
-
-def _sample_dim(what: str, tensor: Tensor, count: int, dim: int) -> int:
-    """Check that ``dim`` holds N samples of at least one row each, and return it counted from the front."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ValueError(f"{what} of shape {tuple(tensor.shape)} has no dim {dim} to hold the {count} samples")
-    size = tensor.shape[dim]
-    if size == 0 or size % count:
-        raise ValueError(f"{what} has size {size} along dim {dim}, which is not a multiple of the {count} samples")
-    return dim % tensor.ndim
+    tensors = [("output", output, output_dim)]
+    map_target(lambda t: tensors.append(("target", t, target_dim)), target)
+    for what, tensor, dim in tensors:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise ValueError(f"{what} of shape {tuple(tensor.shape)} has no dim {dim} to hold the {count} samples")
+        size = tensor.shape[dim]
+        if size == 0 or size % count:
+            raise ValueError(f"{what} has size {size} along dim {dim}, which is not a multiple of the {count} samples")
+    return loss, mean, output_dim % output.ndim
 
 
 def _sum_by_sample(tensor: Tensor, count: int, dim: int) -> Tensor:
