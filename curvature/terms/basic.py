@@ -92,21 +92,15 @@ class OuterProduct:
 
     def transpose(self) -> OuterProduct:
         """The same term for the transpose of a matrix parameter."""
-        if self.is_transposed:
-            return replace(self, shape=self.shape[::-1], sizes=None, order=None)
-        if len(self.shape) != 2 or self.order is not None:
+        if len(self.shape) != 2 or self.order not in (None, (1, 0)):
             raise ValueError("only a matrix can be transposed")
-        return replace(self, shape=self.shape[::-1], sizes=self.shape, order=(1, 0))
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether a matrix is stored as (i, o)."""
-        return len(self.shape) == 2 and self.order == (1, 0)
+        sizes, order = (self.shape, (1, 0)) if self.order is None else (None, None)
+        return replace(self, shape=self.shape[::-1], sizes=sizes, order=order)
 
     @property
     def untransposed(self) -> OuterProduct:
         """The same gradients of a matrix stored as (i, o), with activations and backprops exchanged."""
-        if not self.is_transposed or self.groups > 1:
+        if len(self.shape) != 2 or self.order != (1, 0) or self.groups > 1:
             return self
         return replace(self, a=self.b, b=self.a, sizes=None, order=None)
 

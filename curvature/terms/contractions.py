@@ -55,7 +55,8 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:
-        return merge_terms(terms)[0].gradients()
+        (term,) = terms
+        return (term.untransposed if isinstance(term, OuterProduct) else term).gradients()
     first, *others = sorted(merge_terms(terms), key=lambda term: not isinstance(term, RowSlice))
     out = first.gradients()
     if others and not isinstance(first, FRESH | RowSlice):
