@@ -38,7 +38,7 @@ class _ConvolutionRule(Rule):
         x, weight = call.args["input"], call.args["weight"]
         if layout.dim != 0 or x.ndim != weight.ndim:
             raise Unsupported("the samples are not along the batch axis")
-        b = layout.front_of_each(b, call.shape)
+        b = layout.front(b, len(call.shape))
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
         stride, dilation = (

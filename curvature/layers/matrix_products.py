@@ -57,7 +57,7 @@ def _multiply_data(data: Sequence[Labelled], sample: Hashable, layout: Layout) -
     for x, labels in data:
         k = list(labels).index(sample) if sample in labels else None
         if k is not None and x.shape[k] == layout.size:
-            parts.append(_squeeze(layout.front(x, k), labels, sample))
+            parts.append(_squeeze(layout._replace(dim=k).front(x), labels, sample))
         else:
             parts.append(_squeeze(x[None], labels, None))
     if all(len(x) != layout.samples for x, _ in parts):
@@ -101,7 +101,7 @@ class _ContractionRule(Rule):
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot in self.bias_of.values():
-            return sum_over_broadcast(layout.front_of_each(b, call.shape), call.args[slot].shape, layout)
+            return sum_over_broadcast(layout.front(b, len(call.shape)), call.args[slot].shape, layout)
         if b.ndim > len(call.shape):
             raise Unsupported("several vectors")
         labels, out = self.labels(call)
@@ -136,7 +136,7 @@ class LinearRule(_ContractionRule):
             return super().term(call, slot, b, layout)
         # the same, faster
         dtype = torch.promote_types(x.dtype, b.dtype)
-        both = layout.front(x), layout.front_of_each(b, call.shape)
+        both = layout.front(x), layout.front(b, len(call.shape))
         a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in both)
         return OuterProduct(a, z, tuple(weight.shape))
 
