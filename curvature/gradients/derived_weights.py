@@ -77,9 +77,10 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
     joint: list[str] = []
     for use, node, start in reads:
         slot = next((slot for slot, other in use.slots.items() if other is node), "")
-        if use.rule is None or use.rule is not reads[0][0].rule or slot not in use.rule.bias_of:
+        rule, call = use.rule, use.call
+        if rule is None or call is None or rule is not reads[0][0].rule or slot not in rule.bias_of:
             return None
-        bias = use.slots.get(use.bias_slot(slot) or "")
+        bias = use.slots.get(rule.bias_slot(call, slot) or "")
         if bias is None:  # as in another layer of the same kind
             continue
         if len(bias.names) != 1 or bias.names == node.names:

@@ -62,29 +62,25 @@ class Use:
         index: its place in `Tape.uses`.
         function, rule, call: what was called, with which arguments; rule and call are None for a function without rule.
         slots: the arguments that are parameters, or computed from parameters alone, by name.
+        names: of the parameters.
+        shape: of the output.
         edge: where the backprop of the output arrives.
         versions: the data among the arguments, with the versions that they had.
         follows_graph: whether autograd's graph goes on behind the data.
         results: the outputs, if they depend on parameters alone.
-        names: of the parameters.
-        shape: of the output.
     """
 
     index: int
     function: Any
     slots: dict[str, ParameterNode]
+    names: frozenset[str]
+    shape: tuple[int, ...]
     rule: Rule | None = None
     call: RecordedCall | None = None
     edge: GradientEdge | None = None
     versions: Sequence[tuple[Tensor, int]] = ()
     follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
-    names: frozenset[str] = field(init=False)
-    shape: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = frozenset(name for node in self.slots.values() for name in node.names)
-        self.shape = self.call.shape if self.call is not None else ()
 
     @property
     def is_transpose(self) -> bool:
@@ -119,10 +115,6 @@ class Use:
         known = self.rule is not None and type(self.rule).change is not Rule.change
         return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
 
-    def bias_slot(self, slot: str) -> str | None:
-        """The argument that is one more input of this weight, always one; None without one."""
-        return None if self.rule is None or self.call is None else self.rule.bias_slot(self.call, slot)
-
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
 
@@ -134,7 +126,7 @@ class Use:
         if not self.is_unchanged:
             raise Unsupported("the activation was changed in place after it was read")
         term = self.rule.term(self.call, slot, b, layout)
-        return term if self.bias_slot(slot) in self.slots else without_bias(term)
+        return term if self.rule.bias_slot(self.call, slot) in self.slots else without_bias(term)
 
 
 class Tape:
@@ -208,16 +200,21 @@ class Tape:
         Args:
             vectors: one for each output; (k, *output.shape) if `batched`.
         """
-        edges = [use.edge for use in self.uses if use.edge is not None]
-        found = iter(_gradients(outputs, [*edges, *also], vectors, batched))
+        places: Any = [*(use.edge for use in self.uses if use.edge is not None), *also]
+        options: Any = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        found = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]
         rows = [(use, None if use.edge is None else next(found)) for use in self.uses]
         lead = vectors[0].shape[:1] if batched else ()
         return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *found]
 
 
-def add_use(tape: Tape, function: Any, slots: Mapping[str, ParameterNode], *known: Any) -> Use:
+def add_use(
+    tape: Tape, function: Any, slots: Mapping[str, ParameterNode], rule: Rule | None = None,
+    call: RecordedCall | None = None, *known: Any,
+) -> Use:  # fmt: skip
     """Enter a read on the tape; `known` are the other attributes of the `Use`."""
-    use = Use(len(tape.uses), function, dict(slots), *known)
+    names = frozenset(name for node in slots.values() for name in node.names)
+    use = Use(len(tape.uses), function, dict(slots), names, call.shape if call is not None else (), rule, call, *known)
     tape.uses.append(use)
     for node in {id(node): node for node in slots.values()}.values():
         node.readers.append(weakref.ref(use))
@@ -248,18 +245,13 @@ def stream_backprops(
     passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends else []
     handles = [edge.node.register_prehook(partial(stream.arrive, use, edge.output_nr)) for use, edge in passed]
     try:
-        stream.keep_all(ends, _gradients(outputs, [use.edge for use in ends], vectors))
+        stream.send_back(outputs, vectors, ends)
     finally:
         for handle in handles:
             handle.remove()
     missed = [use for use, _ in edges if use not in stream.seen]  # nothing that the pass went to lies before them
-    stream.keep_all(missed, _gradients(outputs, [use.edge for use in missed], vectors))
+    stream.send_back(outputs, vectors, missed)
     stream.hand_on(list(stream.left))
-
-
-def _gradients(outputs: Any, places: Any, vectors: Sequence[Tensor], batched: bool = False) -> Sequence[Tensor | None]:
-    options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
-    return torch.autograd.grad(outputs, places, vectors, **options) if places else ()
 
 
 @dataclass(eq=False)
@@ -290,8 +282,12 @@ class _Stream:
                 if self.bytes >= self.most_bytes:
                     self.hand_on([group for group in self.left if not group.missing])
 
-    def keep_all(self, uses: Sequence[Use], gradients: Sequence[Tensor | None]) -> None:
-        for use, g in zip(uses, gradients, strict=True):
+    def send_back(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor], uses: Sequence[Use]) -> None:
+        """One backward pass to these uses."""
+        edges: Any = [use.edge for use in uses]
+        options: Any = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(outputs, edges, vectors, **options) if edges else ()
+        for use, g in zip(uses, found, strict=True):
             self.keep(use, g)
 
     def keep(self, use: Use, gradient: Tensor | None) -> None:
