@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.recording.mode import RecordingMode
-from curvature.recording.model_call import force_eager, force_eager_nonreentrant, trained_parameters, unwrap_compiled
+from curvature.recording.model_call import force_eager, trained_parameters, unwrap_compiled
 from curvature.recording.tape import Tape, tensors_in
 
 NO_CONTEXTS = ExitStack()
@@ -108,7 +108,7 @@ class Listener:
         else:
             self._leave_submodules()
         self.may_be_compiled = any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
-        contexts.enter_context(force_eager_nonreentrant())
+        contexts.enter_context(force_eager(nonreentrant=True))
         recorder.mark_as_data((args, kwargs))
         tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
         contexts.enter_context(recorder)

@@ -249,14 +249,13 @@ class ModelState:
                 buffers[name] = buffer
             self.random.restore(numbers)
 
-    def restore(self) -> None:
-        self.restore_buffers()
-        self.random.restore()
-
     @torch.no_grad()
-    def restore_buffers(self) -> None:
+    def restore(self, numbers: bool = True) -> None:
+        """Come back to it, to the random state only if `numbers`."""
         for own in self.buffers:
             own.restore()
+        if numbers:
+            self.random.restore()
 
 
 @contextmanager
@@ -278,36 +277,30 @@ NON_REENTRANT = SimpleNamespace(
 
 
 @contextmanager
-def force_eager() -> Iterator[None]:
-    """Inside, compiled code runs as it was written. Does nothing as long as nothing was compiled in this process."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    stance = torch.compiler.set_stance("force_eager")
-    ACTIVE_STANCES.append(stance)
+def force_eager(nonreentrant: bool = False) -> Iterator[None]:
+    """Inside, compiled code runs as it was written, if anything was compiled in this process.
+
+    If `nonreentrant`, so do checkpoints: their reentrant form runs the forward pass without gradients.
+    """
+    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+    if stance is not None:
+        ACTIVE_STANCES.append(stance)
+    if nonreentrant:
+        REPLACED_CHECKPOINTS.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
+        setattr(checkpoint, REENTRANT_CHECKPOINT, NON_REENTRANT)
     try:
         yield
     finally:
-        ACTIVE_STANCES.remove(stance)
-        if stance.stance is _current_stance():  # do not end somebody else's
-            stance.__exit__(None, None, None)
-        for later in ACTIVE_STANCES:
-            if later.prev is stance.stance:
-                later.prev = stance.prev
-
-
-@contextmanager
-def force_eager_nonreentrant() -> Iterator[None]:
-    """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
-    with force_eager():
-        REPLACED_CHECKPOINTS.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
-        setattr(checkpoint, REENTRANT_CHECKPOINT, NON_REENTRANT)
-        try:
-            yield
-        finally:
-            function = REPLACED_CHECKPOINTS.pop()
-            if not REPLACED_CHECKPOINTS:
-                setattr(checkpoint, REENTRANT_CHECKPOINT, function)
+        function = REPLACED_CHECKPOINTS.pop() if nonreentrant else None
+        if nonreentrant and not REPLACED_CHECKPOINTS:
+            setattr(checkpoint, REENTRANT_CHECKPOINT, function)
+        if stance is not None:
+            ACTIVE_STANCES.remove(stance)
+            if stance.stance is _current_stance():  # do not end somebody else's
+                stance.__exit__(None, None, None)
+            for later in ACTIVE_STANCES:
+                if later.prev is stance.stance:
+                    later.prev = stance.prev
 
 
 def _current_stance() -> Any:
@@ -332,7 +325,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         try:
             for p, required in changed:
                 p.requires_grad_(required)
-            with torch.enable_grad(), force_eager_nonreentrant():
+            with torch.enable_grad(), force_eager(nonreentrant=True):
                 yield state
         finally:
             parametrize._cache_enabled = cached

@@ -124,7 +124,7 @@ class ResidualStep(StepRule):
             warn_once(SINGLE_PRECISION, parts.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
         if len(replay.values) not in self.known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
-            replay.before.restore_buffers()
+            replay.before.restore(numbers=False)
             return Outcome(loss, is_skipped=True)
         for name in ("damping", "momentum"):
             shared_option(context.options, name)
@@ -144,7 +144,7 @@ class ResidualStep(StepRule):
         if entry is not None:
             return Outcome(loss, entry=entry, rollbacks=entry.pop("rollbacks"))
         if not bool(loss.isfinite()):
-            replay.before.restore_buffers()
+            replay.before.restore(numbers=False)
         return Outcome(loss, is_skipped=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 import curvature
 import optimizers
 from curvature.recording import ModelState
-from curvature.recording.model_call import force_eager, force_eager_nonreentrant
+from curvature.recording.model_call import force_eager
 from support.cases.case import Raw
 from support.comparisons import matches
 from support.training import train
@@ -86,7 +86,7 @@ def stance() -> str:
 def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
     """The garbage collector ends that of an optimizer while another's is on."""
     function = checkpoint.CheckpointFunction
-    contexts = [force_eager_nonreentrant(), force_eager(), force_eager_nonreentrant()]
+    contexts = [force_eager(nonreentrant=True), force_eager(), force_eager(nonreentrant=True)]
     for context in contexts:
         context.__enter__()
     for k in order:
@@ -96,8 +96,8 @@ def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_a_context_within_another() -> None:
-    with force_eager_nonreentrant():
-        with force_eager_nonreentrant():
+    with force_eager(nonreentrant=True):
+        with force_eager(nonreentrant=True):
             assert stance() == "force_eager"
         assert stance() == "force_eager"
     assert stance() == "default"
