@@ -27,7 +27,7 @@ from curvature.gradients.jacobian_products import (
     complete_changes,
     output_changes,
 )
-from curvature.gradients.meeting_samples import SamplesMeet, require_independent_samples, where_samples_meet
+from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
 from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
     check_gradients,
@@ -56,7 +56,7 @@ __all__ = [
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record",
-    "require_independent_samples", "require_order", "require_pairs", "require_same", "residual_jacobian",
+    "require_order", "require_pairs", "require_same", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap",
     "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -15,12 +15,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvature.functional import ExactNorms
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import ROWS_ELEMENTS, rows_of_each
-from curvature.gradients.parameter_terms import precise_terms, zeros
-from curvature.gradients.plans import kept_plan, learn
+from curvature.gradients.parameter_terms import terms_by_parameter, zeros
+from curvature.gradients.plans import graph_signature, kept_plan, learn
 from curvature.linalg import stack
 from curvature.recording import (
     Tape,
-    graph_signature,
     preserve_state,
     require_exact_derivatives,
     tape_from_graph,
@@ -375,7 +374,7 @@ def _terms(
         plan, backprops = learn(model, key, tape, values, reference, edge)
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)])
-    terms, failed = precise_terms(tape, backprops, plan.layouts, plan.general)
+    terms, failed = terms_by_parameter(tape, backprops, plan.layouts, plan.general, is_precise=True)
     general = {name: p for name, p in parameters.items() if name in failed}
     if general:  # one backward pass for each row
         step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in general.values())))

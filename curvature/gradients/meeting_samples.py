@@ -61,15 +61,6 @@ class SamplesMeet(ValueError):
         )
 
 
-def require_independent_samples(tape: Tape) -> None:
-    """Raise ValueError where a module makes samples depend on each other."""
-    if tape.mixing:
-        raise ValueError(
-            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
-            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
-        )
-
-
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 

@@ -17,8 +17,13 @@ Layouts = Sequence[Iterable[Layout]]  # of each use the candidates: the first th
 UseTerms = dict[str, Term] | None  # by argument; None where a use has no per-sample view
 
 
-def terms_by_parameter(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str]) -> tuple[Terms, set[str]]:
-    """Terms of every parameter, and the names of those that the recorded uses do not explain, or that are skipped."""
+def terms_by_parameter(
+    tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str], is_precise: bool = False
+) -> tuple[Terms, set[str]]:
+    """Terms of every parameter, and the names of those that the recorded uses do not explain, or that are skipped.
+
+    If `is_precise`, they are in the precision of the parameters at least.
+    """
     of_uses: list[UseTerms] = [
         None if use.names <= skip else _terms_of_use(use, b, own)
         for use, b, own in zip(tape.uses, backprops, layouts, strict=True)
@@ -47,14 +52,11 @@ def terms_by_parameter(tape: Tape, backprops: Backprops, layouts: Layouts, skip:
                     terms[name] += of_parameter
             except Unsupported:
                 failed |= node.names
-    return {name: own for name, own in terms.items() if name not in failed}, failed
-
-
-def precise_terms(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str]) -> tuple[Terms, set[str]]:
-    """`terms_by_parameter`, in the precision of the parameters at least."""
-    terms, failed = terms_by_parameter(tape, backprops, layouts, skip)
-    dtypes = {name: tape.parameters[name].tensor.dtype for name in terms}
-    return {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}, failed
+    terms = {name: own for name, own in terms.items() if name not in failed}
+    if is_precise:
+        dtypes = {name: tape.parameters[name].tensor.dtype for name in terms}
+        terms = {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}
+    return terms, failed
 
 
 def zeros(tape: Tape, name: str, count: int) -> DenseGradients:

@@ -15,8 +15,8 @@ from curvature.gradients.batch import Batch, SampleDim
 from curvature.gradients.data import either_form
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.general_path import general_path_terms, terms_of_object_output
-from curvature.gradients.meeting_samples import SamplesMeet, require_independent_samples, where_samples_meet
-from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
+from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
+from curvature.gradients.parameter_terms import Backprops, terms_by_parameter, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss, count_alike, is_torch_loss, name_of, per_sample_losses, require_weighted_sum
@@ -160,7 +160,10 @@ def check_gradients(
         batch.output()
         if state.random.differs():
             raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    _read_as_the_loss_does(batch, _check_each_alone)
+    try:
+        _check_each_alone(batch)
+    except AttributeError:  # as in `contracted`
+        _check_each_alone(replace(batch, takes_logits=False))
 
 
 def _check_each_alone(batch: Batch) -> None:
@@ -194,17 +197,12 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """What `contract` makes of the terms of every parameter, in the order of the parameters."""
     if not batch.count:  # Poisson sampling draws such batches
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
-    return _read_as_the_loss_does(batch, lambda batch: _contracted(batch, contract))
-
-
-def _read_as_the_loss_does(batch: Batch, use: Callable[[Batch], Any]) -> Any:
-    """The result of `use`, whether the loss takes the logits of the output or more of it, as ``output.loss``."""
     try:
-        return use(batch)
-    except AttributeError:
+        return _contracted(batch, contract)
+    except AttributeError:  # the loss may read more of the output than its logits, as ``output.loss``
         if not batch.takes_logits:
             raise
-        return use(replace(batch, takes_logits=False))
+        return _contracted(replace(batch, takes_logits=False), contract)
 
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
@@ -214,7 +212,6 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         one_pass = state.is_of_one_pass()
         if tape.differentiates:
             raise ValueError(DIFFERENTIATED)
-        require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
         if where := where_samples_meet(batch, tape):
@@ -239,7 +236,8 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
         # 4. terms of the backprops, and 5. their contraction, some parameters at a time: this frees the backprops
         def take(arrived: Backprops, names: Collection[str]) -> None:
-            terms, failed = precise_terms(tape, arrived, layouts, general | tape.parameters.keys() - names)
+            skip = general | tape.parameters.keys() - names
+            terms, failed = terms_by_parameter(tape, arrived, layouts, skip, is_precise=True)
             general.update(failed.intersection(names))
             results.update((name, contract(of_parameter)) for name, of_parameter in terms.items() if of_parameter)
 

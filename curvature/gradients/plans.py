@@ -7,7 +7,7 @@ weighted sum, and by one sample run alone. A parameter that fails a check takes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +16,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import Node as GraphNode
 
+from curvature.functional import graph_nodes, is_of_the_user
 from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.parameter_terms import Backprops, precise_terms
+from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
 from curvature.gradients.sample_axes import coarsest, find_layouts, follow
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host
-from curvature.recording import ModelState, Tape, Use, graph_signature, map_tensors, record_call, warn_once
+from curvature.recording import ModelState, Tape, Use, map_tensors, record_call, warn_once
 from curvature.terms import Term, contractions
 
 log = logging.getLogger("curvature")
@@ -43,6 +45,48 @@ class Plan:
 MOST_KINDS = 16  # of passes at one shape, whose plans are kept
 Signature = tuple[Any, ...]
 PLANS: WeakKeyDictionary[nn.Module, dict[tuple[Any, Signature], Plan]] = WeakKeyDictionary()
+
+# Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
+DATA_DEPENDENT = {
+    "Index", "IndexPut", "IndexSelect", "IndexAdd", "IndexCopy", "IndexReduce", "UnsafeIndex", "UnsafeIndexPut",
+    "UnsafeMaskedIndex", "Gather", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Take", "TakeAlongDim",
+    "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
+}  # fmt: skip
+TENSOR = "a tensor"
+SETTINGS: dict[type, list[str]] = {}  # by kind of node, what it saves beside tensors: axes, shifts, sizes
+
+
+def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
+    """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
+    nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
+    for node in nodes:
+        if type(node).__name__.partition("Backward")[0] not in DATA_DEPENDENT:
+            may_move = is_of_the_user(node)
+        else:
+            may_move = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+        if may_move:
+            return None
+    numbers = {node: k for k, node in enumerate(nodes)}
+    for node in nodes:
+        kind = type(node)
+        if kind not in SETTINGS:
+            # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
+            names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+            SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
+        edges = tuple((numbers[step], output) for step, output in node.next_functions if step is not None)
+        signature.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
+    return tuple(signature)
+
+
+def _setting(node: GraphNode, name: str) -> str:
+    try:
+        value = getattr(node, name)
+    except RuntimeError:  # a tensor that was overwritten in place
+        return TENSOR
+    if isinstance(value, float):
+        return ""  # it moves nothing, and may be another for every batch
+    held = value if isinstance(value, tuple) else (value,)  # a tuple: the indices of an index function
+    return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
 def signature_of(tape: Tape) -> Signature:
@@ -71,6 +115,7 @@ def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Pl
     """The tape and the output of a forward pass, and the plan that applies; in full precision if one is to be learnt.
 
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
+    ValueError where a module makes samples depend on each other.
     """
     start = start or ModelState(batch.model)
     kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
@@ -91,6 +136,11 @@ def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Pl
         names = list(batch.parameters)
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(f"model: its output depends on none of the parameters {few}, as far as autograd knows")
+    if tape.mixing:
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
+            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
+        )
     return tape, output, plan
 
 
@@ -126,7 +176,7 @@ def learn(
     layouts, are_certain = find_layouts(backprops, weighted, weights)
     if is_coarse:
         layouts = [own if good else [] for own, good in zip(layouts, in_order(layouts), strict=True)]
-    terms, failed = precise_terms(tape, backprops, layouts, set())
+    terms, failed = terms_by_parameter(tape, backprops, layouts, set(), is_precise=True)
     failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
     _log_general(tape, failed)
     plan = Plan(layouts, failed)

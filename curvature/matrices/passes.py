@@ -134,7 +134,6 @@ class RecordedBatch:
         self.batch, self.state, self.tape = batch, state, tape
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample, if its samples meet
-        gradients.require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"model: expected a tensor as output (or one in .logits), found {gradients.kind_of(output)}; return "

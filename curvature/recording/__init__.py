@@ -10,7 +10,6 @@ from curvature.recording.autograd_graph import (
     graph_bytes,
     graph_dtypes,
     graph_leaves,
-    graph_signature,
     require_exact_derivatives,
     tape_from_graph,
 )
@@ -39,7 +38,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, strea
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
     "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_leaves",
-    "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
+    "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
     "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
     "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
-from curvature.functional import graph_nodes, is_of_the_user
+from curvature.functional import graph_nodes
 from curvature.layers import RULES, RecordedCall
 from curvature.recording.tape import ParameterNode, Tape, Use, add_result, add_use
 
@@ -35,16 +35,8 @@ READERS: dict[str, tuple[Callable[..., Any], dict[str, str], tuple[str, ...]]] =
     "SubBackward0": (torch.sub, {"alpha": "alpha"}, ("arg0", "arg1")),
 }
 
-# Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
-DATA_DEPENDENT = {
-    "Index", "IndexPut", "IndexSelect", "IndexAdd", "IndexCopy", "IndexReduce", "UnsafeIndex", "UnsafeIndexPut",
-    "UnsafeMaskedIndex", "Gather", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Take", "TakeAlongDim",
-    "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
-}  # fmt: skip
 # Second derivatives of kernels whose third derivatives are wrong.
 INEXACT = "LayerNormBackwardBackward0", "BatchNormBackwardBackward0"
-TENSOR = "a tensor"
-SETTINGS: dict[type, list[str]] = {}  # by kind of node, what it saves beside tensors: axes, shifts, sizes
 
 # Nodes that may exchange the axes of a matrix, with a function that says whether they do.
 TRANSPOSES: dict[str, Callable[[Any], bool]] = {
@@ -83,30 +75,6 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
     return tape
 
 
-def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
-    """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
-    nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
-    if any(_may_move(node, leaves) for node in nodes):
-        return None
-    numbers = {node: k for k, node in enumerate(nodes)}
-    for node in nodes:
-        kind = type(node)
-        if kind not in SETTINGS:
-            # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
-            names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
-            SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
-        edges = tuple((numbers[step], output) for step, output in node.next_functions if step is not None)
-        signature.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
-    return tuple(signature)
-
-
-def _may_move(node: Any, leaves: set[int]) -> bool:
-    name = type(node).__name__.partition("Backward")[0]
-    if name in DATA_DEPENDENT:
-        return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
-    return is_of_the_user(node)
-
-
 def require_exact_derivatives(result: GradientEdge) -> None:
     """Raise ValueError where a kernel in the graph has wrong derivatives (pytorch issues 175754, 186256)."""
     for kind in {type(node).__name__ for node in graph_nodes(result.node)}:
@@ -130,17 +98,6 @@ def graph_bytes(results: Iterable[Tensor]) -> int:
 def _computed(results: Iterable[Tensor]) -> list[Any]:
     nodes = graph_nodes(*(result.grad_fn for result in results))
     return [x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata]
-
-
-def _setting(node: GraphNode, name: str) -> str:
-    try:
-        value = getattr(node, name)
-    except RuntimeError:  # a tensor that was overwritten in place
-        return TENSOR
-    if isinstance(value, float):
-        return ""  # it moves nothing, and may be another for every batch
-    held = value if isinstance(value, tuple) else (value,)  # a tuple: the indices of an index function
-    return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
 def graph_leaves(result: Tensor, beyond: Tensor | None = None) -> list[Tensor]:

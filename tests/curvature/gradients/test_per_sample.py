@@ -325,11 +325,11 @@ def test_backprops_are_contracted_as_they_arrive(most: int, monkeypatch: pytest.
     with seeded(0):
         model, x, y = deep(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4), size=4)
     portions: list[int] = []
-    kept = curvature.gradients.per_sample.precise_terms
-    counted = lambda tape, backprops, *rest: (
-        portions.append(sum(b is not None for b in backprops)) or kept(tape, backprops, *rest)
+    kept = curvature.gradients.per_sample.terms_by_parameter
+    counted = lambda tape, backprops, *rest, **options: (
+        portions.append(sum(b is not None for b in backprops)) or kept(tape, backprops, *rest, **options)
     )
-    monkeypatch.setattr(curvature.gradients.per_sample, "precise_terms", counted)
+    monkeypatch.setattr(curvature.gradients.per_sample, "terms_by_parameter", counted)
     wanted = oracle.per_sample_gradients(model, LOSS, x, y)
     curvature.per_sample_norms(model, LOSS, x, y)
     portions.clear()
