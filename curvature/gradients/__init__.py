@@ -6,10 +6,9 @@ pass, take each sample's own loss, find or learn a plan (`plans`), make terms of
 (`parameter_terms`), contract them. What no rule explains takes the `general_path`: vmap, or a loop over samples.
 """
 
-from curvature.gradients.batch import Batch, validate_loss
+from curvature.gradients.batch import Batch, either_form, validate_loss
 from curvature.gradients.data import (
     digests,
-    either_form,
     kind_of,
     number_of_batches,
     pairs,

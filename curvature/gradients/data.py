@@ -1,76 +1,23 @@
-"""Data as pairs (x, y): one of them, as a pair or as two arguments, or an iterable of them."""
+"""Data as pairs (x, y): one of them, or an iterable of them; and whether a file or an order of them is the same."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
-from curvature.losses import Injection
-from curvature.recording import tensors_in, unwrap_compiled
+from curvature.recording import unwrap_compiled
 
-F = TypeVar("F", bound=Callable[..., Any])
-THIRD = 3  # model, loss, and x or data come before y
 COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not know
-
-
-def either_form(function: F) -> F:
-    """Make a function of (model, loss, x, y, ...) accept ``(x, y)`` as its third argument, without y; and one of
-    (model, loss, data, ...) x and y in place of data, y by position (no option holds a tensor) or by name."""
-    signature = inspect.signature(function)
-    takes_data = "data" in signature.parameters
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        has_y = "y" in kwargs or (len(args) > THIRD and bool(tensors_in(args[THIRD])))
-        if takes_data and has_y:
-            args = _with_pair(args, kwargs)
-        elif not (takes_data or has_y):
-            args = _with_two(signature, args, kwargs)
-        return function(*args, **kwargs)
-
-    return cast("F", wrapper)
-
-
-def _with_pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The positional arguments with the pair in place of x and y; what is given by name changes in place."""
-    others = args[THIRD:] if "y" in kwargs else args[THIRD + 1 :]
-    y = kwargs.pop("y") if "y" in kwargs else args[THIRD]
-    x = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x", kwargs.pop("data", None))
-    if isinstance(x, DataLoader):
-        raise TypeError("y: the data are a DataLoader, which gives x and y: leave y out")
-    if len(args) >= THIRD:
-        return (*args[: THIRD - 1], (x, y), *others)
-    kwargs["data"] = x, y
-    return args
-
-
-def _with_two(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The same with x and y in place of the pair."""
-    try:
-        if not isinstance(signature.bind(*args, **kwargs).arguments["y"], Injection):
-            return args
-    except TypeError:
-        if len(args) < THIRD and "x" not in kwargs:
-            return args  # the call says what is missing
-    pair = args[THIRD - 1] if len(args) >= THIRD else kwargs["x"]
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[1], tuple | list):
-        raise TypeError(f"y: it is missing, and x is no pair (x, y) but {kind_of(pair)}; pass x and y, of one batch")
-    if len(args) >= THIRD:
-        return (*args[: THIRD - 1], *pair, *args[THIRD:])
-    kwargs["x"], kwargs["y"] = pair
-    return args
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from curvature.gradients.batch import Batch, SampleDim
-from curvature.gradients.data import either_form
+from curvature.gradients.batch import Batch, SampleDim, either_form
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.general_path import general_path_terms, terms_of_object_output
 from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet

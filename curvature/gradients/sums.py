@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.batch import Batch, SampleDim
-from curvature.gradients.data import either_form, pairs, require_pairs
+from curvature.gradients.batch import Batch, SampleDim, either_form
+from curvature.gradients.data import pairs, require_pairs
 from curvature.gradients.per_sample import sample_terms
 from curvature.linalg import stack, widen
 from curvature.losses import Loss
