@@ -19,14 +19,15 @@ from curvature.losses.injections import (
 from curvature.losses.label_distributions import LabelDistribution, Prediction
 from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum, shares_of_parts
 from curvature.losses.own_state import found_of
-from curvature.losses.per_sample import is_entrywise, per_sample_losses
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
     TORCH_LOSSES,
     Loss,
+    is_entrywise,
     is_torch_loss,
     join_heads,
     name_of,
+    per_sample_losses,
     reduction_of,
     resolve,
 )

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from curvature.losses.output_hessian import LinearMap, OutputBatch, OutputCurvature
-from curvature.losses.per_sample import per_sample_losses
-from curvature.losses.table import Loss
+from curvature.losses.table import Loss, per_sample_losses
 
 SEED = 0x5EED
 VECTORS_PER_CHUNK = 64

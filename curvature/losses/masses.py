@@ -3,7 +3,7 @@
 ``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then ``dL/doutput[n] = m_n
 dl_n/doutput[n]`` at every output. That gives the *share* m_n of each sample, and what is left over tells a loss in
 which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
-(`per_sample.sample_masses`), on which the same experiment runs once for each kind of batch.
+(`table.sample_masses`), on which the same experiment runs once for each kind of batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses.own_state import PLAIN, found_of
-from curvature.losses.per_sample import dim_of_terms, map_target, per_sample_losses, require_scalar, sample_masses
-from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
+from curvature.losses.table import (
+    Loss,
+    dim_of_terms,
+    is_torch_loss,
+    map_target,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    require_scalar,
+    resolve,
+    sample_masses,
+)
 
 log = logging.getLogger("curvature")
 NEAR_POINTS, FAR_POINTS = 3, 8

@@ -26,8 +26,18 @@ from curvature.functional import own_functions
 from curvature.linalg import full_precision, hides_second_derivatives, symmetric_eigh
 from curvature.losses.likelihoods import Likelihood
 from curvature.losses.own_state import found_of
-from curvature.losses.per_sample import map_target, per_sample_losses, sample_masses
-from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, is_torch_loss, name_of, reduction_of, resolve
+from curvature.losses.table import (
+    TORCH_LOSSES,
+    Loss,
+    TorchLoss,
+    is_torch_loss,
+    map_target,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    resolve,
+    sample_masses,
+)
 
 log = logging.getLogger("curvature")
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same

@@ -7,8 +7,7 @@ from torch import nn
 
 from curvature import check_gradients, per_sample_gradients
 from curvature.gradients.batch import Batch
-from curvature.losses.per_sample import per_sample_losses, sample_masses
-from curvature.losses.table import join_heads, resolve
+from curvature.losses.table import join_heads, per_sample_losses, resolve, sample_masses
 from support.combinations import pairwise
 from support.moments import rand, randn
 

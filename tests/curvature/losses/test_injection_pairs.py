@@ -11,8 +11,7 @@ from torch import nn
 
 from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
 from curvature.losses.output_hessian import OutputBatch
-from curvature.losses.per_sample import sample_masses
-from curvature.losses.table import resolve
+from curvature.losses.table import resolve, sample_masses
 from support.combinations import member
 from support.moments import (
     MANY,

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.per_sample import per_sample_losses
-from curvature.losses.table import reduction_of
+from curvature.losses.table import per_sample_losses, reduction_of
 from support.combinations import in_pairs
 from support.moments import randn, source
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.masses import NoWeightedSum, SampleMasses, require_weighted_sum, shares
-from curvature.losses.per_sample import dim_of_terms, per_sample_losses, sample_masses
-from curvature.losses.table import resolve
+from curvature.losses.table import dim_of_terms, per_sample_losses, resolve, sample_masses
 from support.combinations import member, pairwise
 from support.moments import rand, randn, source
 from support.oracles.brute_force import sample_weights
