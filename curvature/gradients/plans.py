@@ -25,7 +25,7 @@ from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
 from curvature.gradients.sample_axes import coarsest, find_layouts, follow
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host
-from curvature.recording import ModelState, Tape, Use, map_tensors, record_call, warn_once
+from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, map_tensors, warn_once
 from curvature.terms import Term, contractions
 
 log = logging.getLogger("curvature")
@@ -123,7 +123,9 @@ def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Pl
     while True:
         with nullcontext() if is_expected else full_precision():
             tape = Tape(batch.model, batch.parameters)
-            output = batch.for_loss(record_call(tape, batch.model, batch.x))
+            with RecordingMode(tape, batch.model, batch.x):
+                output = call_model(batch.model, batch.x)
+            output = batch.for_loss(output)
         if isinstance(output, Tensor) and output.requires_grad:
             tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
         plan = kept_plan(batch.model, batch.key, tape)

@@ -198,9 +198,8 @@ class OutputBatch:
         terms = masses[:, : output.shape[1] // 2] if row.heads else masses
         if isinstance(target, Tensor) and row.classes is None:
             sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
-            if target.ndim > terms.ndim or any(
-                size not in (1, full) for size, full in sizes
-            ):  # more terms than entries
+            # more terms than entries
+            if target.ndim > terms.ndim or any(size not in (1, full) for size, full in sizes):
                 raise ValueError(
                     f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by "
                     "entry: give both the same shape"

@@ -1,9 +1,9 @@
 """What a forward pass read.
 
-`record_call` calls a model under a `Tape`, and `capture` hooks one. During the forward pass the tape gets one `Use` for
-each torch function that received a parameter: the function, its arguments, and the gradient edge at its output, where
-the backprop arrives. `tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile``
-run eagerly while they are recorded, and `preserve_state` leaves buffers and random state as they were.
+A call of a model under a `RecordingMode` gives its `Tape` one `Use` for each torch function that received a parameter:
+the function, its arguments, and the gradient edge at its output, where the backprop arrives. `capture` does so by hooks
+on the model; `tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile`` run
+eagerly while they are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
 from curvature.recording.autograd_graph import (
@@ -14,7 +14,7 @@ from curvature.recording.autograd_graph import (
     tape_from_graph,
 )
 from curvature.recording.listener import Listener, capture
-from curvature.recording.mode import record_call
+from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import (
     FunctionModel,
     ModelState,
@@ -36,9 +36,9 @@ from curvature.recording.model_call import (
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, stream_backprops, tensors_in
 
 __all__ = [
-    "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
-    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes", "graph_leaves",
-    "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
-    "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
-    "trained_parameters", "unwrap_compiled", "warn_once",
+    "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "RecordingMode", "Tape", "Use",
+    "as_arguments", "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes",
+    "graph_leaves", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved", "preserve_state",
+    "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in", "trained_parameters",
+    "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -101,7 +101,7 @@ class Listener:
         if tape is None:
             self.running.append(Call(sys._getframe(1)))
             return
-        recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model())), ExitStack()
+        recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model()), (args, kwargs)), ExitStack()
         self.running.append(Call(sys._getframe(1), recorder, contexts))
         if is_submodule:
             self._note_call(type(module).__name__, tensors_in(args, kwargs))
@@ -109,7 +109,6 @@ class Listener:
             self._leave_submodules()
         self.may_be_compiled = any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
         contexts.enter_context(force_eager(nonreentrant=True))
-        recorder.mark_as_data((args, kwargs))
         tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
         contexts.enter_context(recorder)
 

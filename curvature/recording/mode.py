@@ -1,7 +1,7 @@
 """Record every read of a parameter in a forward pass: the data that it met, and where its backprop will arrive.
 
 A `TorchFunctionMode` does not look at modules, so tied weights, raw parameters and parameters read outside their module
-all count. `record_call` enters it for one call of the model, for `capture` and the optimizers hooks on the root module.
+all count. Per-sample gradients enter it for one call of the model, `capture` and the optimizers by hooks on the root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
-from curvature.recording.model_call import call_model
 from curvature.recording.tape import Tape, add_result, add_use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
@@ -38,9 +37,9 @@ def _quietly(values: Iterable[Tensor]) -> Any:
 
 
 class RecordingMode(TorchFunctionMode):
-    """The mode that is active during the forward pass of the root module."""
+    """The mode that is active during the forward pass of the root module on these inputs, which runs uncompiled."""
 
-    def __init__(self, tape: Tape, model: nn.Module) -> None:
+    def __init__(self, tape: Tape, model: nn.Module, inputs: Any) -> None:
         super().__init__()
         self.tape = tape
         self.model = model
@@ -49,6 +48,7 @@ class RecordingMode(TorchFunctionMode):
         self.nodes = {id(node.tensor): node for node in tape.parameters.values() if counts(node.tensor)}
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
+        self.mark_as_data(inputs)
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,14 +166,6 @@ class RecordingMode(TorchFunctionMode):
             of_mean = next((name for name, x in self.model.named_buffers() if x is mean), "")
             name = next(iter(node.names)) if node else of_mean
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
-
-
-def record_call(tape: Tape, model: nn.Module, x: Any) -> Any:
-    """What the model returns for x, recorded on the tape; the caller runs it uncompiled (`preserve_state`)."""
-    mode = RecordingMode(tape, model)
-    mode.mark_as_data(x)
-    with mode:
-        return call_model(model, x)
 
 
 def _counts(x: Tensor, dim: Any) -> bool:

@@ -177,9 +177,8 @@ def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
     k, groups = len(vectors), a.shape[2]
     if isinstance(vectors, StackedTerms):
-        b = (
-            vectors.term.b.unflatten(0, (k, -1))[:, part].flatten(4).unflatten(3, (groups, -1))
-        )  # (k, n, m, g, o, pixel)
+        # (k, n, m, g, o, pixel)
+        b = vectors.term.b.unflatten(0, (k, -1))[:, part].flatten(4).unflatten(3, (groups, -1))
         b = b.permute(1, 3, 0, 4, 2, 5).reshape(len(a), groups, -1, a.shape[1])  # (n, g, k * o, t)
     else:
         rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]

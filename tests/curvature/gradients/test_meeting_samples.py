@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvature
-from curvature.recording import Tape, record_call
+from curvature.recording import RecordingMode, Tape
 from support.cases.case import Raw
 from support.combinations import member
 from support.oracles import brute_force
@@ -336,6 +336,7 @@ COUNTED = {
 @pytest.mark.parametrize("count", COUNTED)
 def test_counts_along_the_samples_are_seen_however_the_axis_is_given(count):
     model = Raw(lambda m, x: m.b(m.a(x)) + COUNTED[count]((x > 0).long()).sum() * 0, **layers())
-    tape = Tape(model)
-    record_call(tape, model, torch.randn(4, 4))
+    tape, x = Tape(model), torch.randn(4, 4)
+    with RecordingMode(tape, model, x):
+        model(x)
     assert tape.counts
