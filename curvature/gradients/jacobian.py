@@ -61,7 +61,14 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         TypeError: `model` is no module, or the residual no tensor.
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
-    _require_batch(model, batch)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(NO_PARAMETERS)
+    if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
+        raise TypeError("batch: expected tensors whose axis 0 holds the samples")
+    if len({len(x) for x in batch}) > 1:
+        raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
     if not len(batch[0]):
         return {name: p.new_empty(0, *p.shape) for name, p in trained_parameters(model).items()}
     with preserve_state(model):
@@ -75,17 +82,6 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
                 f"residual: expected shape ({len(batch[0])},), one value a sample, found {tuple(values.shape)}"
             )
         return Jacobian.of(values, model).rows()
-
-
-def _require_batch(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(NO_PARAMETERS)
-    if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
-        raise TypeError("batch: expected tensors whose axis 0 holds the samples")
-    if len({len(x) for x in batch}) > 1:
-        raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
 
 
 Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]

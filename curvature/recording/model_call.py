@@ -92,8 +92,7 @@ def logits(output: Any) -> Any:
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """Run the model on a tensor or packed sequence, a tuple of positional or a dict of keyword arguments."""
-    x = as_arguments(model, x)
+    """Run the model on a tensor or packed sequence, or on `as_arguments`: a tuple of positional ones or a dict."""
     if isinstance(x, Mapping):
         try:
             return model(**x)
@@ -191,11 +190,6 @@ class SavedBuffer:
         self.value = None if buffer is None else buffer.clone()
         self.version = _version(buffer)
 
-    @property
-    def may_be_unchanged(self) -> bool:
-        """Whether it is still there, and torch has noted no change of it: kernels of norms go unseen."""
-        return self.module._buffers.get(self.name) is self.buffer and _version(self.buffer) == self.version
-
     def restore(self) -> None:
         buffer, value = self.buffer, self.value
         self.module._buffers[self.name] = buffer  # the model may have put another in its place
@@ -224,8 +218,12 @@ class ModelState:
         self.random = RandomState(modules)
 
     def is_of_one_pass(self) -> bool:
-        """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved."""
-        return self.random.differs() or not all(own.may_be_unchanged for own in self.buffers)
+        """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved, as
+        far as torch has noted (kernels of norms go unseen)."""
+        return self.random.differs() or any(
+            own.module._buffers.get(own.name) is not own.buffer or _version(own.buffer) != own.version
+            for own in self.buffers
+        )
 
     def unchanged(self) -> list[Tensor] | None:
         """Flags (), all true if no random number was drawn and no buffer changed since; None if one surely has."""
