@@ -276,9 +276,9 @@ NON_REENTRANT = SimpleNamespace(
 
 @contextmanager
 def force_eager(nonreentrant: bool = False) -> Iterator[None]:
-    """Inside, compiled code runs as it was written, if anything was compiled in this process.
+    """Inside, compiled code runs as it was written. Does nothing of this if nothing was compiled in this process.
 
-    If `nonreentrant`, so do checkpoints: their reentrant form runs the forward pass without gradients.
+    If `nonreentrant`, checkpoints take that form, too: the reentrant one runs the forward pass without gradients.
     """
     stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
     if stance is not None:
