@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from curvature.functional import is_checkpointed
 from curvature.terms import DenseGradients, Term
 
 
@@ -61,7 +59,6 @@ class Rule:
         bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
         takes_vectors: whether `term` takes a `b` of several vectors (k, *output's shape), and then gives a term with
             the backprops of k N samples, and with all else for N.
-        kernel: the node of torch's kernel that saves `statistics`.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -69,7 +66,6 @@ class Rule:
     parameters: ClassVar[tuple[str, ...]] = ()
     bias_of: ClassVar[Mapping[str, str]] = {}
     takes_vectors: ClassVar[bool] = False
-    kernel: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         """A rule with a `term` of its own says anew whether that takes several vectors."""
@@ -81,11 +77,8 @@ class Rule:
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)
 
     def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Means and inverse deviations that the kernel has saved, by which `term` takes a quarter of its time."""
-        node: Any = out.grad_fn
-        if type(node).__name__ != self.kernel or is_checkpointed() or torch._C._are_functorch_transforms_active():
-            return ()
-        return node._saved_result1.detach(), node._saved_result2.detach()
+        """What autograd has saved of the call with this output that saves `term` work; empty where it has nothing."""
+        return ()
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.

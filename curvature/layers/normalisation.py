@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
 from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
@@ -22,6 +23,14 @@ class _ScaleShift(Rule):
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
     takes_vectors = True
     first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
+    kernel = ""  # the node of torch's kernel that saves means and inverse deviations
+
+    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Means and inverse deviations that the kernel has saved, by which `normalize` takes a quarter of its time."""
+        node: Any = out.grad_fn
+        if type(node).__name__ != self.kernel or is_checkpointed() or torch._C._are_functorch_transforms_active():
+            return ()
+        return node._saved_result1.detach(), node._saved_result2.detach()
 
     def normalize(self, call: RecordedCall) -> Tensor:
         """The normalized input, before scale and shift."""

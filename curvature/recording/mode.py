@@ -118,8 +118,7 @@ class RecordingMode(TorchFunctionMode):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
             is_whole = len(outs) == 1 and len(used) <= len({*map(id, slots.values())})
             if rule is not None and is_whole and all(k in rule.parameters for k in slots):
-                statistics = rule.statistics(outs[0]) if rule.kernel else ()
-                call = RecordedCall(saved, tuple(outs[0].shape), statistics)
+                call = RecordedCall(saved, tuple(outs[0].shape), rule.statistics(outs[0]))
                 use = add_use(self.tape, func, slots, rule, call, _edge_of(outs[0]), versions, follows_graph)
             else:
                 use = add_use(self.tape, func, {f"argument{k}": node for k, node in enumerate(used.values())})
