@@ -44,7 +44,7 @@ class TrustRegionConstants:
     first_output_change: float = 0.3  # root mean square change of an output entry that the first step aims at
     # how the step size follows the slopes
     rate: float = 0.3  # of growth per step in the first steps, where the loss falls as steeply as before
-    late_rate: float = 0.05  # of growth, later: the slopes of a loss that others change are positive at any step size
+    late_rate: float = 0.1  # of growth, later: the slopes of a loss that others change are positive at any step size
     shrink: float = 1.0  # over the number of steps: batches without replacement have negative slopes at any step size
     slope_decay: float = 0.9  # of the running means of slopes
     straight: float = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
