@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import Product, Reading, Scheme, at_least_one
+from curvature.kronecker.factors import Product, Reading, Scheme
 from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, for_groups
 
 
@@ -42,17 +42,15 @@ class KroneckerStatistics:
 
     def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
         """The factors of outputs and of inputs, backprops multiplied by `scale`; the sums are used up."""
-        products: list[Product] = []
+        products: list[tuple[Tensor, Tensor]] = []
         for reading, (moment, number) in self.activations.items():
-            mean = moment.div_(for_groups(at_least_one(number), moment))
-            inputs = self._side(reading.activation_side, mean)
-            outputs = self._side(reading.backprop_side, self.backprops[reading].mul_(scale))
-            products.append(reading.product(inputs, outputs))
-        rows, columns = merge_products(products)
+            mean, outer = moment.div_(divisor(number, moment)), self.backprops[reading].mul_(scale)
+            products.append((mean, outer) if reading.flipped else (outer, mean))
+        if len(products) == 1:
+            return products[0]
+        forms = [DiagonalSide if kind.is_diagonal else DenseSide for kind in self.scheme.kinds]
+        rows, columns = merge_products([(forms[0](rows), forms[1](columns)) for rows, columns in products])
         return rows.entries, columns.entries
-
-    def _side(self, k: int, entries: Tensor) -> Side:
-        return DiagonalSide(entries) if self.scheme.kinds[k].is_diagonal else DenseSide(entries)
 
 
 @dataclass
@@ -73,8 +71,8 @@ class SideStatistics(KroneckerStatistics):
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
         products = []
         for reading, (moment, number) in self.activations.items():
-            mean = moment.scaled(1 / at_least_one(number))
-            products.append(reading.product(mean, self.backprops[reading].scaled(scale)))
+            mean, outer = moment.scaled(1 / divisor(number, moment.entries)), self.backprops[reading].scaled(scale)
+            products.append((mean, outer) if reading.flipped else (outer, mean))
         if len(products) == 1:
             return products[0]
         rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])
@@ -111,9 +109,14 @@ class SideStatistics(KroneckerStatistics):
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             if bool(sums[key + "number"].any()):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")
-                moment = self.scheme.side_of_sum(reading.activation_side, sums[key + "a"])
+                moment = self.scheme.side_of_sum(not reading.flipped, sums[key + "a"])
                 self.activations[reading] = moment, sums[key + "number"]
-                self.backprops[reading] = self.scheme.side_of_sum(reading.backprop_side, sums[key + "b"])
+                self.backprops[reading] = self.scheme.side_of_sum(reading.flipped, sums[key + "b"])
+
+
+def divisor(number: int | Tensor, entries: Tensor) -> int | Tensor:
+    """By which to divide sums (g, ...) for their means; `number` is of all groups, or (g,)."""
+    return for_groups(number.clamp(min=1), entries) if isinstance(number, Tensor) else max(number, 1)
 
 
 def merge_products(products: Sequence[Product]) -> Product:
@@ -121,8 +124,6 @@ def merge_products(products: Sequence[Product]) -> Product:
 
     Each side is the sum over the products, weighted by the trace of the other side. Products are those of one `Scheme`.
     """
-    if len(products) == 1:
-        return products[0]
     traces = [(rows.diagonal().sum(1), columns.diagonal().sum(1)) for rows, columns in products]
     total = torch.stack([r * c for r, c in traces]).sum(0)
     total = total.clamp(min=torch.finfo(total.dtype).tiny).sqrt()

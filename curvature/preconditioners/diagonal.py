@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker import at_least_float32, nonzero_or_one
+from curvature.kronecker import nonzero_or_one
 from curvature.preconditioners.block import Block, Due, change
 from curvature.terms import Term
 
@@ -43,7 +43,7 @@ class DiagonalBlock(Block):
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
-        self.shape, self.dtype = shape, at_least_float32(dtype)
+        self.shape, self.dtype = shape, torch.promote_types(dtype, torch.float32)
         self.values: Tensor | None = None
         self.inverse: Tensor | None = None
 

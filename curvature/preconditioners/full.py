@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.kronecker import at_least_float32
 from curvature.linalg import cat, cholesky, full_precision, to_host, try_decompose, widen
 from curvature.operators import Named
 from curvature.preconditioners.block import Block, Due
@@ -78,7 +77,7 @@ class FullBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
-        named = {name: g.to(at_least_float32(g.dtype)) for name, g in given.items()}
+        named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
         found = self.solve_named(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
@@ -212,7 +211,7 @@ class DiagonalFullBlock(FullBlock):
     def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = cat(found[name].flatten() for name in self.names)
-        values = values.to(at_least_float32(values.dtype))
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values, values.sum()
 
     def absorb(self, new: Tensor, trace: float, decay: float) -> None:

@@ -81,8 +81,8 @@ class KroneckerBlock(Block):
             return None
         for reading, parts in readings.items():
             moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
-            found.activations[reading] = here.side(reading.activation_side, moment), number
-            found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
+            found.activations[reading] = here.side(not reading.flipped, moment), number
+            found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
         return found
 
     @staticmethod

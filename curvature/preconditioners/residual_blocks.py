@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import KroneckerSumInverse, Pair, at_least_float32, invert_kronecker_sums
+from curvature.kronecker import KroneckerSumInverse, Pair, invert_kronecker_sums
 from curvature.linalg import full_precision, to_host
 from curvature.operators import Named
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
@@ -140,7 +140,8 @@ def kronecker_pair(read: OuterProduct) -> Pair:
 
 def _matrices(read: OuterProduct) -> tuple[Tensor, Tensor]:
     """Activations (n, t, i) and backprops (n, t, o)."""
-    return read.a[:, :, 0].to(at_least_float32(read.a.dtype)), read.b[:, :, 0].to(at_least_float32(read.b.dtype))
+    a, b = (x[:, :, 0].to(torch.promote_types(x.dtype, torch.float32)) for x in (read.a, read.b))
+    return a, b
 
 
 def _squares(read: OuterProduct) -> tuple[Tensor, Tensor]:
