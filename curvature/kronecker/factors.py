@@ -130,14 +130,10 @@ class Scheme:
         """The types of the side of the outputs, and of that of the inputs."""
         return STORAGES[self.storage[0]], STORAGES[self.storage[1]]
 
-    @property
-    def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of rows of the diagonal blocks of both sides, if dense; a bias is one more row of the last."""
-        _, outputs, inputs = self.arrangement.sides
-        return self._blocks(outputs, 0), self._blocks(inputs, len(self.arrangement.shapes) - 1)
-
-    def _blocks(self, width: int, bias: int) -> tuple[int, ...]:
-        size = self.block_size
+    def block_sizes(self, k: int) -> tuple[int, ...]:
+        """Numbers of rows of the diagonal blocks of a side, if dense; a bias is one more row of the last."""
+        width, size = self.arrangement.sides[1 + k], self.block_size
+        bias = k * (len(self.arrangement.shapes) - 1)
         if size is None or width - bias <= size:
             return (width,)
         count, rest = divmod(width - bias, size)
@@ -146,15 +142,15 @@ class Scheme:
 
     def side(self, k: int, moment: Tensor) -> Side:
         """A measured moment, the side of the outputs (k = 0) or that of the inputs (1), as it is stored."""
-        return self.kinds[k].of(moment, self.block_sizes[k])
+        return self.kinds[k].of(moment, self.block_sizes(k))
 
     def side_of_entries(self, k: int, entries: Tensor) -> Side:
         """The side with these `Side.entries`, or this `Side.state`."""
-        return self.kinds[k].of_entries(entries, self.block_sizes[k])
+        return self.kinds[k].of_entries(entries, self.block_sizes(k))
 
     def side_of_sum(self, k: int, total: Tensor) -> Side:
         """The side that is a sum over processes of `Side.to_sum`."""
-        return self.kinds[k].of_sum(total, self.block_sizes[k])
+        return self.kinds[k].of_sum(total, self.block_sizes(k))
 
     def reading(self, term: Term) -> Reading | None:
         """How a term reads the weight; None if it reads neither it nor its transpose in this arrangement."""

@@ -247,7 +247,7 @@ class PackedSide(Side):
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = [_packed(moment[:, rows, rows] if len(blocks) > 1 else moment) for rows in ranges(blocks)]
+        packed = [_packed(moment[:, rows, rows]) for rows in ranges(blocks)]
         return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
 
     @property

@@ -262,9 +262,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
-        sides = list(zip(scheme.kinds, scheme.block_sizes, strict=True))
-        rows = max((max(sizes) for kind, sizes in sides if not kind.is_diagonal), default=0)
-        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind, _ in sides)
+        kinds = scheme.kinds
+        rows = max((max(scheme.block_sizes(k)) for k, kind in enumerate(kinds) if not kind.is_diagonal), default=0)
+        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind in kinds)
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"

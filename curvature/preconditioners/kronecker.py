@@ -214,8 +214,8 @@ class KroneckerBlock(Block):
     @property
     def expected_bytes(self) -> int:
         here, groups = self.scheme, self.scheme.arrangement.groups
-        sides = zip(here.kinds, here.block_sizes, strict=True)
-        return sum(kind.most_entries(groups, sizes) for kind, sizes in sides) * here.dtype.itemsize
+        each = (kind.most_entries(groups, here.block_sizes(k)) for k, kind in enumerate(here.kinds))
+        return sum(each) * here.dtype.itemsize
 
     @property
     def costs(self) -> tuple[float, ...]:
