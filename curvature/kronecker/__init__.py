@@ -8,7 +8,7 @@ products (`invert_kronecker_sums`). Nothing here averages over batches.
 
 from curvature.kronecker.applied import EigenInverse, KroneckerInverse, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length
 from curvature.kronecker.inverses import carry_diagonal, eigen_inverses, eigenbases, factored_inverses
 from curvature.kronecker.second_moments import subsample_samples
 from curvature.kronecker.sides import DiagonalSide, Side, nonzero_or_one
@@ -18,6 +18,6 @@ from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker
 __all__ = [
     "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
     "KroneckerSumInverse", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
-    "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
+    "by_length", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
     "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

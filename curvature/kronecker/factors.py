@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -36,7 +36,7 @@ PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are 
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
-Read = TypeVar("Read", Whole, IndexedRows, Affine, Tensor)
+Read = TypeVar("Read", bound=Sized)
 Product = tuple[Side, Side]  # the side of the outputs, and that of the inputs
 
 
@@ -194,7 +194,7 @@ class Scheme:
         if self.kinds[1].takes_rows:
             return self._of_rows(whole)
         if self.sharing == "reduce":
-            a = torch.cat([self._rows(part) for same in _by_length(whole) for part in self._chunks(same)])
+            a = torch.cat([self._rows(part) for same in by_length(whole) for part in self._chunks(same)])
             bias = _mean_bias(whole)
             found = self._empty(whole[0], k, len(a) * bias**2)
             self._add_second(found, a, None, bias)
@@ -277,7 +277,7 @@ class Scheme:
             b, arrived = term.backprops().to(self.dtype), self._arrived(term)
             found.append(b if arrived is None else b * arrived[..., None])
         if self.sharing == "reduce":
-            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
+            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in by_length(found)]
         flat = [b.flatten(0, 1) for b in found]
         if scale is None:
             return flat
@@ -286,7 +286,7 @@ class Scheme:
 
     def _of_rows(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
         """Entries of a side of activations that takes rows, and the number of summands."""
-        together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
+        together = by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
         total, number = None, 0
         for part in (part for same in together for part in self._chunks(same)):  # one chunk in memory
             a = self._rows(part)[:, 0]
@@ -345,7 +345,7 @@ class Scheme:
         rows = terms[0].shape[0]
         moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)
         number: int | Tensor = 0
-        for same in _by_length(terms):
+        for same in by_length(terms):
             index = torch.cat([term.index for term in same], 1)
             every = [torch.ones_like(t.index, dtype=torch.bool) if t.valid is None else t.valid for t in same]
             valid = torch.cat(every, 1)
@@ -367,7 +367,7 @@ def _is_wide(term: Convolution) -> bool:
     return math.prod(term.b.shape[3:]) >= term.outputs
 
 
-def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
+def by_length(terms: Sequence[Read]) -> list[list[Read]]:
     """Grouped by number of samples, which is one group unless sample axes are guessed."""
     return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
 

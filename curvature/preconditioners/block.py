@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.linalg import stack
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
@@ -49,6 +48,10 @@ class Block:
     """
 
     structure = ""
+
+    def __init_subclass__(cls) -> None:
+        if "structure" in vars(cls):
+            STRUCTURES[cls.structure] = cls
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
@@ -107,17 +110,11 @@ class Block:
         """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
 
-    def means(self, statistics: Any) -> Any:
-        """The matrices of the statistics of a leaf, means over samples; None if these have none."""
+    def means(self, statistics: Any) -> tuple[Any, list[Tensor], list[Tensor]] | None:
+        """The matrices of the statistics of a leaf, means over samples; their traces (); sums () of what else has to be
+        finite. None if there are no matrices.
+        """
         raise NotImplementedError
-
-    def traces_of(self, means: Any) -> list[Tensor]:
-        """The traces () of such matrices."""
-        raise NotImplementedError
-
-    def unchecked(self, statistics: Any) -> list[Tensor]:
-        """What else of the statistics has to be finite; sums ()."""
-        return []
 
     def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
         """Update the running average, with that `weight`; returns the `change` of each side, if there were any."""
@@ -222,10 +219,9 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        kinds = {kind.structure: kind for kind in _subclasses(Block) if kind.structure}
-        if state["structure"] not in kinds:
-            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(kinds)}")
-        return kinds[state["structure"]].from_state(state, device)
+        if state["structure"] not in STRUCTURES:
+            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(STRUCTURES)}")
+        return STRUCTURES[state["structure"]].from_state(state, device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
@@ -249,6 +245,9 @@ class Block:
         """Rebuild what is not plain in `state`."""
 
 
+STRUCTURES: dict[str, type[Block]] = {}  # by name
+
+
 def grouped(forms: Sequence[Any]) -> list[list[int]]:
     """The places of equal forms together; None is a form of its own wherever it is."""
     found: dict[Any, list[int]] = {}
@@ -260,16 +259,3 @@ def grouped(forms: Sequence[Any]) -> list[list[int]]:
 def change(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """In the Frobenius norm (), and the norm of what has changed."""
     return torch.dist(new, old), torch.linalg.vector_norm(old)
-
-
-def relative(changes: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of each `change` its ratio (n,); 0 / 0 is 0."""
-    made, norms = map(stack, zip(*changes, strict=True))
-    return (made / norms).nan_to_num(0.0)
-
-
-def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:
-    """All sub-classes."""
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)

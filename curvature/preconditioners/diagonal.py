@@ -58,11 +58,11 @@ class DiagonalBlock(Block):
     def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
         return DiagonalStatistics(float(sums["samples"]), sums["sum"])
 
-    def means(self, statistics: DiagonalStatistics) -> Tensor | None:
-        return statistics.sum / statistics.samples if statistics.samples else None
-
-    def traces_of(self, means: Tensor) -> list[Tensor]:
-        return [means.sum()]
+    def means(self, statistics: DiagonalStatistics) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        if not statistics.samples:
+            return None
+        mean = statistics.sum / statistics.samples
+        return mean, [mean.sum()], []
 
     def update(self, statistics: Any, means: Tensor, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
         old, self.values = self.values, means if self.values is None else self.values.lerp(means, weight)
@@ -89,8 +89,7 @@ class DiagonalBlock(Block):
             block.inverse = 1 / (block.smoothed + own)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        assert self.inverse is not None
-        return [(gradients[0].to(self.dtype) * self.inverse).to(gradients[0].dtype)]
+        return self.solve_all([self], [gradients])[0]
 
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
