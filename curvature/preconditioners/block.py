@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -48,6 +49,9 @@ class Block:
     """
 
     structure = ""
+    inverse: Any = None  # what `solve` multiplies with
+    failures = 0  # consecutive failures of decompositions
+    drift: Tensor | None = None  # not part of a checkpoint
 
     def __init_subclass__(cls) -> None:
         if "structure" in vars(cls):
@@ -123,7 +127,7 @@ class Block:
     @property
     def is_ready(self) -> bool:
         """Whether `solve` can be called."""
-        raise NotImplementedError
+        return self.inverse is not None
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """``(M + damping I)^-1`` times gradients, each in the shape of its parameter."""
@@ -146,7 +150,7 @@ class Block:
 
     @property
     def dimension(self) -> int:
-        raise NotImplementedError
+        return sum(map(math.prod, self.parameter_shapes.values()))
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -184,9 +188,6 @@ class Block:
         any block has changed.
         """
         raise NotImplementedError
-
-    failures = 0  # consecutive failures of decompositions
-    drift: Tensor | None = None  # not part of a checkpoint
 
     def without_correlations(self) -> AbstractContextManager[None]:
         """Inside, M is its diagonal."""

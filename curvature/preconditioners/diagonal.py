@@ -45,7 +45,6 @@ class DiagonalBlock(Block):
         super().__init__([name], reason)
         self.shape, self.dtype = shape, torch.promote_types(dtype, torch.float32)
         self.values: Tensor | None = None
-        self.inverse: Tensor | None = None
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> DiagonalStatistics:
         """Gradients of terms with the same number of samples are summed before they are squared."""
@@ -71,10 +70,6 @@ class DiagonalBlock(Block):
 
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
-
-    @property
-    def is_ready(self) -> bool:
-        return self.inverse is not None
 
     @property
     def smoothed(self) -> Tensor:
@@ -105,10 +100,6 @@ class DiagonalBlock(Block):
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.names[0]: tuple(self.shape)}
-
-    @property
-    def dimension(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def expected_bytes(self) -> int:

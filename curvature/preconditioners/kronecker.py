@@ -157,10 +157,6 @@ class KroneckerBlock(Block):
         self.updates += 1
         return [change(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
-    @property
-    def is_ready(self) -> bool:
-        return self.inverse is not None
-
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         products = [b.sides for b in blocks]
@@ -211,10 +207,6 @@ class KroneckerBlock(Block):
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
-
-    @property
-    def dimension(self) -> int:
-        return self.scheme.arrangement.dimension
 
     @property
     def expected_bytes(self) -> int:

@@ -16,7 +16,6 @@ Indices: n sample, t place, i input, o output.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,18 +45,8 @@ class ResidualBlock:
     diagonal: Tensor | None = None
     reason: str = ""
 
-    def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
-        """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sums`."""
-        if self.pairs:
-            return invert_kronecker_sums([self.pairs], damping)[0]
-        assert self.diagonal is not None
-        if not self.diagonal.numel():
-            return self.diagonal
-        floor = torch.finfo(self.diagonal.dtype).eps * self.diagonal.amax()
-        return 1 / (self.diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
-
     def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
-        """The solution for each parameter of the block, in its own shape."""
+        """The solution for each parameter, in its own shape; `inverse` is one of `residual_inverses`."""
         weight, *bias = (right[name] for name in self.names)
         if isinstance(inverse, Tensor):
             return {self.names[0]: (weight.to(inverse.dtype) * inverse).to(weight.dtype)}
@@ -83,9 +72,16 @@ class ResidualBlock:
 
 
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
-    """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
+    """Of ``block + damping I`` each, see `invert_kronecker_sums`, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
-    return [next(sums) if block.pairs else block.inverse(damping) for block in blocks]
+    return [next(sums) if block.diagonal is None else _inverted(block.diagonal, damping) for block in blocks]
+
+
+def _inverted(diagonal: Tensor, damping: float) -> Tensor:
+    if not diagonal.numel():
+        return diagonal
+    floor = torch.finfo(diagonal.dtype).eps * diagonal.amax()
+    return 1 / (diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
 
 
 @full_precision()
@@ -114,9 +110,8 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
         names, at = ((name,), [None] * len(own)) if bias is None else ((name, bias), places[name, bias])
         taken |= set(names)
         whole = own if bias is None else [_append_bias(*pair) for pair in zip(own, at, strict=True)]
-        # those with a trace above zero
-        some = itertools.compress(whole, itertools.starmap(_is_positive, zip(sizes[name], at, strict=True)))
-        pairs = [kronecker_pair(read) for read in some]
+        each = zip(whole, sizes[name], at, strict=True)
+        pairs = [_kronecker_pair(read) for read, size, place in each if _is_positive(size, place)]
         if pairs:
             found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
@@ -128,7 +123,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
 
 
-def kronecker_pair(read: OuterProduct) -> Pair:
+def _kronecker_pair(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
     a, b = _matrices(read)
     alpha, beta = _squares(read)

@@ -78,7 +78,7 @@ class RowRangeBlock(Block):
         each = zip(self.names, last.parameter_shapes.values(), strict=True)
         return {name: (rows, *shape[1:]) for name, shape in each}
 
-    dimension, bytes, expected_bytes, outliers = map(_summed, ("dimension", "bytes", "expected_bytes", "outliers"))
+    bytes, expected_bytes, outliers = map(_summed, ("bytes", "expected_bytes", "outliers"))
 
     @property
     def costs(self) -> tuple[float, ...]:
