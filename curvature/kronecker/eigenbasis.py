@@ -1,7 +1,4 @@
-"""Diagonals in a basis: sums over samples and vectors of products of rotated per-sample gradients.
-
-``sum_n weights[n] sum_k (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, with u and w
-arranged as (g, o, i): the corrected eigenvalues of Kronecker factors (arXiv:1806.03884, equation 11).
+"""Diagonals in a basis: the corrected eigenvalues of Kronecker factors (arXiv:1806.03884, equation 11).
 
 Indices: k vector, n sample, t place, g group, i input, o output.
 """
@@ -53,7 +50,7 @@ class Basis:
     columns: Tensor | None
 
     def products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)``, (g, o, i).
+        """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, u and w arranged as (g, o, i).
 
         Args:
             lefts, rights: the weight's terms of u and w for every vector; the same object where they are the same. A

@@ -99,7 +99,7 @@ class Scheme:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         found = [term for term in terms if isinstance(term, Affine)]
-        if not found or len(found) < len(terms):
+        if not found:
             return None
         first = next((term for term in found if not isinstance(term, IndexedRows)), found[0])
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
@@ -107,7 +107,7 @@ class Scheme:
             return None  # the bias is broadcast
         _, outputs, inputs = arrangement.sides
         scheme = Scheme(arrangement, torch.promote_types(dtype, torch.float32), sharing, block_size=block_size)
-        readings = {scheme.reading(term) for term in found}
+        readings = {scheme.reading(term) for term in terms}
         if None in readings:
             return None
         one_hot = [not reading.flipped for reading in readings if reading and reading.one_hot]
@@ -180,8 +180,7 @@ class Scheme:
     def activations(self, terms: Sequence[Affine]) -> tuple[Tensor, int | Tensor]:
         """``sum_nt a a^T`` ("expand") or ``sum_n (mean_t a)(mean_t a)^T`` ("reduce") over the terms of one reading.
 
-        Returns:
-            The sum, and the number of summands, by which to divide it for the mean.
+        Also the number of summands, by which to divide it for the mean.
         """
         reading = self.reading(terms[0])
         assert reading is not None

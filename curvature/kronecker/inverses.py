@@ -50,9 +50,9 @@ def factored_inverses(
         elif (inverse := side.inverse(share)) is not None:
             inverses[k] = inverse
         elif is_large and len(side) == len(side.sizes) == len(other.sizes) == 1:
-            start = None if last is None else last.directions
+            start = last.entries.to(side.entries.dtype) if isinstance(last, applied.LowRankMatrix) else None
             if start is not None or anew[k // 2]:
-                large[k] = None if start is None else start.to(side.entries.dtype)
+                large[k] = start
     if large:
         inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     inverses |= _by_cholesky({k: side for k, side in enumerate(sides) if k not in inverses}, share)
@@ -65,7 +65,7 @@ def eigen_inverses(products: Sequence[Product], damping: float) -> list[applied.
     inverses: list[applied.KroneckerInverse] = []
     for (b, rows), (a, columns) in zip(bases[::2], bases[1::2], strict=True):
         kind = applied.EigenInverse
-        if rows.is_partial or columns.is_partial:
+        if applied.PartialBasis in (type(rows), type(columns)):
             (b, rows), (a, columns), kind = rows.outlined(b), columns.outlined(a), applied.PartialEigenInverse
         inverses.append(kind(rows, columns, _inverse_values(b, a, damping)))
     return inverses

@@ -83,15 +83,12 @@ class SideStatistics(KroneckerStatistics):
         count = len(blocks)
         activations = {key: (moment.parts(count), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: moment.parts(count) for key, moment in self.backprops.items()}
-        return [
-            replace(
-                self,
-                scheme=block.scheme,
-                activations={key: (moments[k], number) for key, (moments, number) in activations.items()},
-                backprops={key: moments[k] for key, moments in backprops.items()},
-            )
-            for k, block in enumerate(blocks)
-        ]
+        found = []
+        for k, block in enumerate(blocks):
+            own = {key: (moments[k], number) for key, (moments, number) in activations.items()}
+            sent = {key: moments[k] for key, moments in backprops.items()}
+            found.append(replace(self, scheme=block.scheme, activations=own, backprops=sent))
+        return found
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""

@@ -10,7 +10,6 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -224,11 +223,10 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.sides is None:
             return "not seen yet"
-        matrices = () if self.inverse is None else (self.inverse.rows, self.inverse.columns)
-        few = [None if matrix.directions is None else matrix.directions.shape[2] for matrix in matrices]
-        rows, columns = (
-            side.describe() + ("" if rank is None else f" by {rank} eigenvalues")
-            for side, rank in itertools.zip_longest(self.sides, few)
-        )
+        sides = [side.describe() for side in self.sides]
+        for k, matrix in enumerate((self.inverse.rows, self.inverse.columns) if self.inverse is not None else ()):
+            if isinstance(matrix, kronecker.LowRankMatrix):
+                sides[k] += f" by {matrix.entries.shape[2]} eigenvalues"
+        rows, columns = sides
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)

@@ -47,15 +47,14 @@ class ResidualBlock:
 
     def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
         """The solution for each parameter, in its own shape; `inverse` is one of `residual_inverses`."""
-        weight, *bias = (right[name] for name in self.names)
+        parts = [right[name] for name in self.names]
         if isinstance(inverse, Tensor):
-            return {self.names[0]: (weight.to(inverse.dtype) * inverse).to(weight.dtype)}
-        x = weight.reshape(len(inverse.rows), -1)
-        x = torch.cat([x, bias[0].reshape(-1, 1)], 1) if bias else x
-        found = inverse.solve(x.to(inverse.rows.dtype)).to(weight.dtype)
-        if not bias:
-            return {self.names[0]: found.reshape(weight.shape)}
-        return {self.names[0]: found[:, :-1].reshape(weight.shape), self.names[1]: found[:, -1].reshape(bias[0].shape)}
+            return {self.names[0]: (parts[0].to(inverse.dtype) * inverse).to(parts[0].dtype)}
+        matrices = [part.reshape(len(inverse.rows), -1) for part in parts]
+        x = torch.cat(matrices, 1) if len(matrices) > 1 else matrices[0]
+        found = inverse.solve(x.to(inverse.rows.dtype)).to(parts[0].dtype)
+        each = zip(self.names, found.split([own.shape[1] for own in matrices], 1), parts, strict=True)
+        return {name: u.reshape(part.shape) for name, u, part in each}
 
     @property
     def structure(self) -> str:
@@ -111,8 +110,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
         taken |= set(names)
         whole = own if bias is None else [_append_bias(*pair) for pair in zip(own, at, strict=True)]
         each = zip(whole, sizes[name], at, strict=True)
-        pairs = [_kronecker_pair(read) for read, size, place in each if _is_positive(size, place)]
-        if pairs:
+        if pairs := [_kronecker_pair(read) for read, size, place in each if _is_positive(size, place)]:
             found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
@@ -125,24 +123,17 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
 
 def _kronecker_pair(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
-    a, b = _matrices(read)
-    alpha, beta = _squares(read)
+    a, b, alpha, beta = _with_squares(read)
     size = (alpha * beta).sum().sqrt().clamp(min=torch.finfo(a.dtype).tiny)
     left = (a * (beta / (len(a) * size)).sqrt()[:, None]).flatten(0, 1)
     right = (b * (alpha / size).sqrt()[:, None]).flatten(0, 1)
     return right.mT @ right, left.mT @ left
 
 
-def _matrices(read: OuterProduct) -> tuple[Tensor, Tensor]:
-    """Activations (n, t, i) and backprops (n, t, o)."""
+def _with_squares(read: OuterProduct) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Activations (n, t, i) and backprops (n, t, o), and alpha (t,) and beta (t,) as written above."""
     a, b = (x[:, :, 0].to(torch.promote_types(x.dtype, torch.float32)) for x in (read.a, read.b))
-    return a, b
-
-
-def _squares(read: OuterProduct) -> tuple[Tensor, Tensor]:
-    """alpha (t,) and beta (t,), as written above."""
-    a, b = _matrices(read)
-    return a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
+    return a, b, a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
 
 
 def _read(terms: Sequence[Term]) -> OuterProduct | None:
@@ -179,7 +170,8 @@ def _places_and_sizes(
                 torch.cat([own.any()[None], (read.b[:, :, 0] == own[:, None]).all(2).all(0)])
                 for read, own in zip(reads[name], rows, strict=True)
             ]
-    sizes = [torch.stack([alpha * beta, beta]) for own in reads.values() for alpha, beta in map(_squares, own)]
+    squares = (_with_squares(read)[2:] for own in reads.values() for read in own)
+    sizes = [torch.stack([alpha * beta, beta]) for alpha, beta in squares]
     numbers = iter(to_host([*flags, *sizes]))
     found: Places = {}
     for name, other in pairs:
