@@ -21,22 +21,18 @@ STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a ca
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups.
-
-    Attributes:
-        name: of the kind, in checkpoints.
-        vectors: of a basis, as columns (g, d, d); None where these are the axes.
-    """
+    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups."""
 
     entries: Tensor
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # of the kind, in checkpoints
 
     def __init_subclass__(cls) -> None:
         MATRICES[cls.name] = cls
 
     @property
     def vectors(self) -> Tensor | None:
+        """Of a basis, as columns (g, d, d); None where these are the axes."""
         return None
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:

@@ -37,17 +37,11 @@ Biasless = IndexedRows | DenseGradients | RowSlice  # terms of parameters that n
 
 @dataclass(frozen=True)
 class Basis:
-    """A basis for the gradients of one weight, with or without a bias, arranged as (g, o, i).
+    """A basis for the gradients of one weight, with or without a bias, arranged as (g, o, i)."""
 
-    Attributes:
-        scheme: how the weight is read.
-        rows: U_B, orthogonal, vectors as columns (g, o, o); None for the identity.
-        columns: U_A (g, i, i), or None.
-    """
-
-    scheme: Scheme
-    rows: Tensor | None
-    columns: Tensor | None
+    scheme: Scheme  # how the weight is read
+    rows: Tensor | None  # U_B, orthogonal, vectors as columns (g, o, o); None for the identity
+    columns: Tensor | None  # U_A (g, i, i), or None
 
     def products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, u and w arranged as (g, o, i).

@@ -57,23 +57,16 @@ class Reading(NamedTuple):
 class Scheme:
     """How the second moments of one weight, with or without a bias, are summed over samples and places.
 
-    A moment is (g, d, d), or (g, d) where its diagonal suffices; d is the number of outputs, or that of inputs with
-    the bias as the last.
-
-    Attributes:
-        arrangement: of weight and bias as (g, o, i).
-        dtype: of the moments.
-        sharing: "expand": each place counts as a sample; "reduce": activations are averaged, backprops added first.
-        storage: names of the forms of the side of the outputs, and of that of the inputs, see `Side`.
-        block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
-            size; None: no side is.
+    A moment is (g, d, d), or (g, d) where its diagonal suffices; d is the number of outputs (k = 0), or that of inputs
+    with the bias as the last (k = 1). "expand" counts each place as a sample; with "reduce", activations are averaged
+    and backprops added first.
     """
 
-    arrangement: AffineLayout
-    dtype: torch.dtype
-    sharing: str
-    storage: tuple[str, str] = ("dense", "dense")
-    block_size: int | None = None
+    arrangement: AffineLayout  # of weight and bias as (g, o, i)
+    dtype: torch.dtype  # of the moments
+    sharing: str  # "expand" or "reduce"
+    storage: tuple[str, str] = ("dense", "dense")  # names of the forms of both sides, see `Side`
+    block_size: int | None = None  # a dense side with more rows, a bias aside, is zero outside of blocks of that size
 
     @staticmethod
     def of(

@@ -18,14 +18,10 @@ from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, for_groups
 
 @dataclass
 class KroneckerStatistics:
-    """Second moments of activations and backprops, by reading of the weight, as the builders add them up.
-
-    Attributes:
-        activations: sums of outer products, each with its number of summands, of all groups or of each (g,).
-        backprops: sums of outer products.
-    """
+    """Sums of outer products of activations and backprops, by reading of the weight, as the builders add them up."""
 
     scheme: Scheme
+    # with the number of summands, of all groups or of each (g,)
     activations: dict[Reading, tuple[Any, int | Tensor]] = field(default_factory=dict)
     backprops: dict[Reading, Any] = field(default_factory=dict)
 

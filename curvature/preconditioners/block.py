@@ -35,43 +35,31 @@ class BlockStatistics(Protocol):
 
 
 class Block:
-    """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M.
-
-    Attributes:
-        names: of the parameters.
-        reason: why the block is no better approximation; "" where it is the best there is.
-        updates: how often the average was updated.
-        drift: relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm
-            of the numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known.
-        traces: of the matrices of the running average; empty before the first update.
-        was_outlier: whether the last statistics were far out of scale, and left out.
-        outliers: how often that was so.
-    """
+    """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M."""
 
     structure = ""
     inverse: Any = None  # what `solve` multiplies with
     failures = 0  # consecutive failures of decompositions
-    drift: Tensor | None = None  # not part of a checkpoint
+    # Relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm of the
+    # numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known, as when loaded
+    drift: Tensor | None = None
 
     def __init_subclass__(cls) -> None:
         if "structure" in vars(cls):
             STRUCTURES[cls.structure] = cls
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
-        self.names = tuple(names)
-        self.reason = reason
-        self.updates = 0
-        self.traces: list[float] = []
+        self.names = tuple(names)  # of the parameters
+        self.reason = reason  # why the block is no better approximation; "" where it is the best there is
+        self.updates = 0  # of the average
+        self.traces: list[float] = []  # of the average's matrices; empty before the first update
+        # whether the last statistics were far out of scale, and left out, and how often that was so
         self.was_outlier, self.outliers = False, 0
 
     @property
     def has_separate_rows(self) -> bool:
         """Whether M says nothing of one row of a parameter together with another."""
         return False
-
-    def debiased_weight(self, decay: float, updates: int | None = None) -> float:
-        """Weight of the next statistics in a debiased running average after `updates` (None: the block's own)."""
-        return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
     def weight(self, traces: Sequence[float], decay: float) -> float:
         """Weight of the next statistics, given their traces: none if one is far out of scale, but never twice in a row.
@@ -81,7 +69,7 @@ class Block:
         known = list(zip(self.traces, traces, strict=bool(self.traces)))
         self.was_outlier = not self.was_outlier and any(new > OUTLIER_FACTOR * old > 0 for old, new in known)
         self.outliers += self.was_outlier
-        weight = 0.0 if self.was_outlier else self.debiased_weight(decay)
+        weight = 0.0 if self.was_outlier else debiased_weight(decay, self.updates)
         self.traces = [old + weight * (new - old) for old, new in known] or list(traces)
         return weight
 
@@ -255,6 +243,11 @@ def grouped(forms: Sequence[Any]) -> list[list[int]]:
     for k, form in enumerate(forms):
         found.setdefault((k, None) if form is None else form, []).append(k)
     return list(found.values())
+
+
+def debiased_weight(decay: float, updates: int) -> float:
+    """Of the next statistics in a debiased running average after so many updates."""
+    return (1 - decay) / (1 - decay ** (updates + 1))
 
 
 def change(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

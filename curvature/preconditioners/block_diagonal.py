@@ -134,10 +134,8 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Find by experiment the axes of samples that sizes leave open, once for each use.
 
         What layers do to the outputs together, and the squares of EKFAC, depend on them: `nn.MultiheadAttention` folds
-        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again.
-
-        Args:
-            count: number of samples; one alone says nothing.
+        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again; one of a
+        single sample says nothing.
         """
         keyed = _keyed(tape)
         new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
@@ -214,8 +212,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics of a pass whose graph is gone, from the backprops of the loss's own backward pass.
 
-        Args:
-            whole: sums over the batch by name, for parameters whose per-sample gradients the backprops do not tell.
+        `whole` has sums over the batch, for parameters whose per-sample gradients the backprops do not tell.
         """
         terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}

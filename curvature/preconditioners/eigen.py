@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
-from curvature.preconditioners.block import Due
+from curvature.preconditioners.block import Due, debiased_weight
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -33,17 +33,11 @@ def _squares(basis: kronecker.Basis, terms: Sequence[Any], rank: int, world_size
 
 @dataclass
 class EigenStatistics(kronecker.SideStatistics):
-    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
+    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured."""
 
-    Attributes:
-        basis: None if there was none yet.
-        squares: sum of the squared gradients in the basis, (g, o, i).
-        squares_samples: number of samples in that sum: those before the first basis do not count.
-    """
-
-    basis: Matrices | None = None
-    squares: Tensor | None = None
-    squares_samples: float = 0.0
+    basis: Matrices | None = None  # None if there was none yet
+    squares: Tensor | None = None  # sum of the squared gradients in the basis, (g, o, i)
+    squares_samples: float = 0.0  # number of samples in that sum: those before the first basis do not count
 
     def add_(self, other: EigenStatistics) -> None:
         super().add_(other)
@@ -147,7 +141,7 @@ class EigenBlock(KroneckerBlock):
     ) -> list[tuple[Tensor, Tensor]]:
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
-            own = 0.0 if self.was_outlier else self.debiased_weight(decay, self.seen)
+            own = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
             self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, own)
             self.seen += 1
         return super().update(statistics, means, decay, weight)

@@ -31,22 +31,19 @@ from curvature.terms import DenseGradients, OuterProduct, Term, contractions, su
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """A block of ``J^T J``: a weight (o, i), with its bias as the last input, or one parameter by its diagonal.
+    """A block of ``J^T J``: a weight (o, i), with its bias as the last input, or one parameter by its diagonal."""
 
-    Attributes:
-        names: the weight, and its bias if that is one more input of it.
-        pairs: a Kronecker product (B, A) for each piece that depends on the weight.
-        diagonal: the exact diagonal, of the parameter's shape, if there are no products.
-        reason: why there are none, or why a bias has a block of its own.
-    """
+    names: tuple[str, ...]  # the weight, and its bias if that is one more input of it
+    pairs: Sequence[Pair] = ()  # a Kronecker product (B, A) for each piece that depends on the weight
+    diagonal: Tensor | None = None  # the exact one, of the parameter's shape, if there are no products
+    reason: str = ""  # why there are none, or why a bias has a block of its own
 
-    names: tuple[str, ...]
-    pairs: Sequence[Pair] = ()
-    diagonal: Tensor | None = None
-    reason: str = ""
+    def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
+        """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sums`."""
+        return residual_inverses([self], damping)[0]
 
     def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
-        """The solution for each parameter, in its own shape; `inverse` is one of `residual_inverses`."""
+        """The solution for each parameter of the block, in its own shape."""
         parts = [right[name] for name in self.names]
         if isinstance(inverse, Tensor):
             return {self.names[0]: (parts[0].to(inverse.dtype) * inverse).to(parts[0].dtype)}
@@ -71,7 +68,7 @@ class ResidualBlock:
 
 
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
-    """Of ``block + damping I`` each, see `invert_kronecker_sums`, with as few waits of the host as for one."""
+    """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
     return [next(sums) if block.diagonal is None else _inverted(block.diagonal, damping) for block in blocks]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvature import Jacobian
 from curvature.kronecker.sums import invert_kronecker_sums
-from curvature.preconditioners import residual_blocks, residual_inverses
+from curvature.preconditioners import residual_blocks
 from support.cases.case import Raw, seeded
 from support.oracles.residuals import damped_sum
 from support.residual_problem import Closure, by_hand, nested, problem, spread
@@ -108,6 +108,6 @@ def test_what_is_no_matrix_has_its_exact_diagonal():
     assert set(blocks) == {("scale",), ("shift",), ("idle",), ("head.weight",)}
     for name in ("scale", "shift", "idle"):
         squares = jacobian.rows()[name].square().sum(0)
-        found = blocks[name,].solve(residual_inverses([blocks[name,]], 0.1)[0], {name: torch.ones_like(squares)})
+        found = blocks[name,].solve(blocks[name,].inverse(0.1), {name: torch.ones_like(squares)})
         torch.testing.assert_close(found[name], 1 / (squares + 0.1))
         assert "diagonal" in blocks[name,].structure and blocks[name,].reason
