@@ -6,9 +6,9 @@ products, a type for each form of storage (`Side`); squares of per-sample gradie
 products (`invert_kronecker_sums`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.applied import EigenInverse, KroneckerInverse, Matrix, inverse_of_state
+from curvature.kronecker.applied import EigenInverse, KroneckerInverse, LowRankMatrix, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme, at_least_float32
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length
 from curvature.kronecker.inverses import carry_diagonal, eigen_inverses, eigenbases, factored_inverses
 from curvature.kronecker.second_moments import subsample_samples
 from curvature.kronecker.sides import DiagonalSide, Side, nonzero_or_one
@@ -17,7 +17,7 @@ from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker
 
 __all__ = [
     "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
-    "KroneckerSumInverse", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
-    "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
+    "KroneckerSumInverse", "LowRankMatrix", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
+    "by_length", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
     "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -21,29 +21,18 @@ STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a ca
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups.
-
-    Attributes:
-        name: of the kind, in checkpoints.
-        is_partial: whether it is a basis that has fewer vectors than d.
-        vectors: of a basis, as columns (g, d, d); None where these are the axes.
-        directions: those (g, d, r) that are told apart; None: all are.
-    """
+    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups."""
 
     entries: Tensor
 
-    name: ClassVar[str]
-    is_partial: ClassVar[bool] = False
+    name: ClassVar[str]  # of the kind, in checkpoints
 
     def __init_subclass__(cls) -> None:
         MATRICES[cls.name] = cls
 
     @property
     def vectors(self) -> Tensor | None:
-        return None
-
-    @property
-    def directions(self) -> Tensor | None:
+        """Of a basis, as columns (g, d, d); None where these are the axes."""
         return None
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
@@ -154,7 +143,6 @@ class PartialBasis(DenseMatrix):
     """Fewer orthonormal columns than rows: entries (1, d, r)."""
 
     name = "partial"
-    is_partial = True
 
     def outlined(self, values: Tensor) -> tuple[Tensor, Matrix]:
         return values, self
@@ -167,10 +155,6 @@ class LowRankMatrix(Matrix):
     scale: Tensor
 
     name = "low rank"
-
-    @property
-    def directions(self) -> Tensor:
-        return self.entries
 
     def left(self, x: Tensor, own: bool = False) -> Tensor:
         out = x if own else x.clone()
@@ -212,8 +196,8 @@ class KroneckerInverse:
         forms = type(self), self.rows.form, self.columns.form
         return None if None in forms else forms
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.rows.entries, self.columns.entries
+    def tensors(self) -> list[Tensor]:
+        return [x.entries if isinstance(x, Matrix) else x for x in vars(self).values()]
 
     def with_tensors(self, rows: Tensor, columns: Tensor, *values: Tensor) -> Any:
         """One of this form, with other `tensors`."""
@@ -255,9 +239,6 @@ class EigenInverse(KroneckerInverse):
         least = torch.where(spread > 0, spread, torch.inf).amin(1)
         return float((spread.amax(1) / least).max())
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *super().tensors(), self.values
-
 
 class PartialEigenInverse(EigenInverse):
     """In partial bases (1, o, r) and (1, i, s): the last of each axis of values (1, r + 1, s + 1) is for the rest."""
@@ -282,11 +263,9 @@ def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
     """The inverse with this `state`."""
     if "kind" not in state:
         return _of_shapes(state)
-    matrix = lambda kind, **fields: MATRICES[kind](**fields)
-    own: dict[str, Any] = {
-        key: matrix(**x) if isinstance(x, Mapping) else x for key, x in state.items() if key != "kind"
-    }
-    return INVERSES[state["kind"]](**own)
+    made = lambda kinds, kind, **fields: kinds[kind](**fields)
+    own = {key: made(MATRICES, **x) if isinstance(x, Mapping) else x for key, x in state.items()}
+    return cast("KroneckerInverse", made(INVERSES, **own))
 
 
 def _of_shapes(state: Mapping[str, Any]) -> KroneckerInverse:
@@ -297,8 +276,8 @@ def _of_shapes(state: Mapping[str, Any]) -> KroneckerInverse:
             return LowRankMatrix(entries, scale)
         return DiagonalMatrix(entries) if entries.ndim == 2 else DenseMatrix.of(entries, sizes)
 
-    sides, values = (state["rows"], state["columns"]), state["values"]
-    rows, columns = map(matrix, sides, state["shifts"], state.get("cuts", ((), ())))
+    values = state["values"]
+    rows, columns = map(matrix, (state["rows"], state["columns"]), state["shifts"], state.get("cuts", ((), ())))
     if values is None:
         return KroneckerInverse(rows, columns)
     is_partial = rows.entries.ndim == 3 and values.shape[1] > rows.entries.shape[2]

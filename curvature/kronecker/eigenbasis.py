@@ -1,7 +1,4 @@
-"""Diagonals in a basis: sums over samples and vectors of products of rotated per-sample gradients.
-
-``sum_n weights[n] sum_k (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, with u and w
-arranged as (g, o, i): the corrected eigenvalues of Kronecker factors (arXiv:1806.03884, equation 11).
+"""Diagonals in a basis: the corrected eigenvalues of Kronecker factors (arXiv:1806.03884, equation 11).
 
 Indices: k vector, n sample, t place, g group, i input, o output.
 """
@@ -40,20 +37,14 @@ Biasless = IndexedRows | DenseGradients | RowSlice  # terms of parameters that n
 
 @dataclass(frozen=True)
 class Basis:
-    """A basis for the gradients of one weight, with or without a bias, arranged as (g, o, i).
+    """A basis for the gradients of one weight, with or without a bias, arranged as (g, o, i)."""
 
-    Attributes:
-        scheme: how the weight is read.
-        rows: U_B, orthogonal, vectors as columns (g, o, o); None for the identity.
-        columns: U_A (g, i, i), or None.
-    """
-
-    scheme: Scheme
-    rows: Tensor | None
-    columns: Tensor | None
+    scheme: Scheme  # how the weight is read
+    rows: Tensor | None  # U_B, orthogonal, vectors as columns (g, o, o); None for the identity
+    columns: Tensor | None  # U_A (g, i, i), or None
 
     def products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)``, (g, o, i).
+        """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, u and w arranged as (g, o, i).
 
         Args:
             lefts, rights: the weight's terms of u and w for every vector; the same object where they are the same. A
@@ -63,29 +54,23 @@ class Basis:
         same = rights is lefts
         lefts = [_merged(terms) for terms in lefts]
         rights = lefts if same else [_merged(terms) for terms in rights]
-        if {len(terms) for terms in (*lefts, *rights)} == {1}:
-            first = lefts[0][0]
-            if isinstance(first, OuterProduct | Convolution) and self._places_are_cheaper(first):
-                return self._by_places(lefts, rights, weights)
-            if isinstance(first, IndexedRows) and self._rows_are_cheaper(first):
-                return self._from_indexed_rows(lefts, rights, weights)
+        if {len(terms) for terms in (*lefts, *rights)} != {1}:
+            return self._from_gradients(lefts, rights, weights)
+        first = lefts[0][0]
+        reading = self.scheme.reading(first)
+        if reading is None or reading.flipped:
+            return self._from_gradients(lefts, rights, weights)
+        is_outer, places = isinstance(first, OuterProduct | Convolution), first.places
+        if is_outer and places <= min(self.scheme.arrangement.sides[1:]):  # fewer rotations than of gradients
+            parts = self._parts(places, weights)
+            return sum_in_place(self._from_places(lefts, rights, weights, part) for part in parts)
+        # looked-up rows alone are rotated where the one-hot side stays as it is
+        if isinstance(first, IndexedRows) and self.columns is None and places**2 <= math.prod(first.shape):
+            return self._from_indexed_rows(lefts, rights, weights)
         return self._from_gradients(lefts, rights, weights)
 
-    def _places_are_cheaper(self, term: OuterProduct | Convolution) -> bool:
-        """Whether to rotate activations and backprops at every place instead of gradients."""
-        return not self.scheme.reading(term).flipped and term.places <= min(self.scheme.arrangement.sides[1:])
-
-    def _by_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """By chunks of samples small enough that `squared_gradients` can work with pairs of places."""
-        found = None
-        for part in self._parts(lefts[0][0].places, weights):
-            own = self._products(lefts, rights, weights, part)
-            found = own if found is None else found.add_(own)
-        assert found is not None
-        return found
-
     def _parts(self, places: int, weights: Tensor) -> Iterator[slice]:
-        """On a CPU, of as many samples as its cache holds when they are rotated."""
+        """On a CPU, of as many samples as its cache holds when they are rotated at every place."""
         groups, outputs, inputs = self.scheme.arrangement.sides
         step = contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places))
         if weights.device.type == "cpu":
@@ -93,8 +78,8 @@ class Basis:
         step = max(1, step)
         return (slice(start, start + step) for start in range(0, max(1, len(weights)), step))
 
-    def _products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor, part: slice) -> Tensor:
-        """`products` of some samples, rotated at every place."""
+    def _from_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor, part: slice) -> Tensor:
+        """Of some samples, so few that `squared_gradients` can work with pairs of places."""
         a = self._activations(lefts[0][0].samples(part))
         ours = [[self._outer(a, term.samples(part))] for (term,) in lefts]
         theirs = ours if rights is lefts else [[self._outer(a, term.samples(part))] for (term,) in rights]
@@ -116,11 +101,6 @@ class Basis:
     def _outer(self, a: Tensor, term: Term) -> OuterProduct:
         b = _rotate(_backprops(term).to(self.scheme.dtype), self.rows)
         return OuterProduct(a, b, self.scheme.arrangement.sides)
-
-    def _rows_are_cheaper(self, term: IndexedRows) -> bool:
-        """Whether to rotate only the rows that were looked up, which needs the one-hot side to stay as it is."""
-        stays = self.columns is None and not self.scheme.reading(term).flipped
-        return stays and term.places**2 <= math.prod(term.shape)
 
     def _from_indexed_rows(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         first = lefts[0][0]

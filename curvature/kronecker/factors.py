@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -36,7 +36,7 @@ PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are 
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
-Read = TypeVar("Read", Whole, IndexedRows, Affine, Tensor)
+Read = TypeVar("Read", bound=Sized)
 Product = tuple[Side, Side]  # the side of the outputs, and that of the inputs
 
 
@@ -46,47 +46,27 @@ class Reading(NamedTuple):
     Attributes:
         one_hot: the inputs are rows looked up, so that the second moment of activations is a diagonal.
         flipped: inputs and outputs are exchanged (a decoder beside its embedding, W^T beside W): activations belong to
-            the side of the outputs.
+            the side of the outputs, k = `not flipped` of a product, and backprops to the other, k = `flipped`.
     """
 
     one_hot: bool
     flipped: bool
-
-    @property
-    def activation_side(self) -> int:
-        """0 where activations give the side of the outputs, 1 where they give that of the inputs."""
-        return 0 if self.flipped else 1
-
-    @property
-    def backprop_side(self) -> int:
-        return 1 if self.flipped else 0
-
-    def product(self, activations: Side, backprops: Side) -> Product:
-        """The side of the outputs, and that of the inputs."""
-        return (activations, backprops) if self.flipped else (backprops, activations)
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How the second moments of one weight, with or without a bias, are summed over samples and places.
 
-    A moment is (g, d, d), or (g, d) where its diagonal suffices; d is the number of outputs, or that of inputs with
-    the bias as the last.
-
-    Attributes:
-        arrangement: of weight and bias as (g, o, i).
-        dtype: of the moments.
-        sharing: "expand": each place counts as a sample; "reduce": activations are averaged, backprops added first.
-        storage: names of the forms of the side of the outputs, and of that of the inputs, see `Side`.
-        block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
-            size; None: no side is.
+    A moment is (g, d, d), or (g, d) where its diagonal suffices; d is the number of outputs (k = 0), or that of inputs
+    with the bias as the last (k = 1). "expand" counts each place as a sample; with "reduce", activations are averaged
+    and backprops added first.
     """
 
-    arrangement: AffineLayout
-    dtype: torch.dtype
-    sharing: str
-    storage: tuple[str, str] = ("dense", "dense")
-    block_size: int | None = None
+    arrangement: AffineLayout  # of weight and bias as (g, o, i)
+    dtype: torch.dtype  # of the moments
+    sharing: str  # "expand" or "reduce"
+    storage: tuple[str, str] = ("dense", "dense")  # names of the forms of both sides, see `Side`
+    block_size: int | None = None  # a dense side with more rows, a bias aside, is zero outside of blocks of that size
 
     @staticmethod
     def of(
@@ -112,18 +92,18 @@ class Scheme:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         found = [term for term in terms if isinstance(term, Affine)]
-        if not found or len(found) < len(terms):
+        if not found:
             return None
         first = next((term for term in found if not isinstance(term, IndexedRows)), found[0])
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # the bias is broadcast
         _, outputs, inputs = arrangement.sides
-        scheme = Scheme(arrangement, at_least_float32(dtype), sharing, block_size=block_size)
-        if not all(scheme.accepts(term) for term in found):
+        scheme = Scheme(arrangement, torch.promote_types(dtype, torch.float32), sharing, block_size=block_size)
+        readings = {scheme.reading(term) for term in terms}
+        if None in readings:
             return None
-        readings = {scheme.reading(term) for term in found}
-        one_hot = [reading.activation_side for reading in readings if reading.one_hot]
+        one_hot = [not reading.flipped for reading in readings if reading and reading.one_hot]
         is_plain = readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1
         rows, columns = (storage_of(d, largest, k in one_hot, is_plain) for k, d in enumerate((outputs, inputs)))
         return replace(scheme, storage=(rows, columns))
@@ -143,14 +123,10 @@ class Scheme:
         """The types of the side of the outputs, and of that of the inputs."""
         return STORAGES[self.storage[0]], STORAGES[self.storage[1]]
 
-    @property
-    def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of rows of the diagonal blocks of both sides, if dense; a bias is one more row of the last."""
-        _, outputs, inputs = self.arrangement.sides
-        return self._blocks(outputs, 0), self._blocks(inputs, len(self.arrangement.shapes) - 1)
-
-    def _blocks(self, width: int, bias: int) -> tuple[int, ...]:
-        size = self.block_size
+    def block_sizes(self, k: int) -> tuple[int, ...]:
+        """Numbers of rows of the diagonal blocks of a side, if dense; a bias is one more row of the last."""
+        width, size = self.arrangement.sides[1 + k], self.block_size
+        bias = k * (len(self.arrangement.shapes) - 1)
         if size is None or width - bias <= size:
             return (width,)
         count, rest = divmod(width - bias, size)
@@ -159,52 +135,50 @@ class Scheme:
 
     def side(self, k: int, moment: Tensor) -> Side:
         """A measured moment, the side of the outputs (k = 0) or that of the inputs (1), as it is stored."""
-        return self.kinds[k].of(moment, self.block_sizes[k])
+        return self.kinds[k].of(moment, self.block_sizes(k))
 
     def side_of_entries(self, k: int, entries: Tensor) -> Side:
         """The side with these `Side.entries`, or this `Side.state`."""
-        return self.kinds[k].of_entries(entries, self.block_sizes[k])
+        return self.kinds[k].of_entries(entries, self.block_sizes(k))
 
     def side_of_sum(self, k: int, total: Tensor) -> Side:
         """The side that is a sum over processes of `Side.to_sum`."""
-        return self.kinds[k].of_sum(total, self.block_sizes[k])
+        return self.kinds[k].of_sum(total, self.block_sizes(k))
 
-    def accepts(self, term: Term) -> bool:
-        """Whether a term is a read of the weight in this arrangement, or of its transpose."""
+    def reading(self, term: Term) -> Reading | None:
+        """How a term reads the weight; None if it reads neither it nor its transpose in this arrangement."""
         here = self.arrangement
         if not isinstance(term, Affine) or tuple(term.shape) != tuple(here.shapes[0]):
-            return False
+            return None
         order = (term.order is not None and term.sizes, term.order)
         same = order == (here.order is not None and here.sizes, here.order)
         if any(kind.takes_rows for kind in self.kinds) and (isinstance(term, IndexedRows) or not same):
-            return False
-        if same and (term.groups, term.outputs) == (here.groups, here.outputs):
-            return True
-        return len(here.shapes) == 1 and len(term.shape) == 2 and term.groups == here.groups == 1
-
-    def reading(self, term: Term) -> Reading:
-        """How an accepted term reads the weight."""
-        assert isinstance(term, Affine)
-        flipped = len(term.shape) == 2 and (term.order == (1, 0)) != (self.arrangement.order == (1, 0))
-        return Reading(isinstance(term, IndexedRows), flipped)
+            return None
+        is_matrix = len(term.shape) == 2
+        may_be_flipped = len(here.shapes) == 1 and is_matrix and term.groups == here.groups == 1
+        if not may_be_flipped and not (same and (term.groups, term.outputs) == (here.groups, here.outputs)):
+            return None
+        return Reading(isinstance(term, IndexedRows), is_matrix and (term.order == (1, 0)) != (here.order == (1, 0)))
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
         """The terms by their reading of the weight; ValueError for one that does not read it in this arrangement."""
         found: dict[Reading, list[Affine]] = {}
         for term in terms:
-            if not isinstance(term, Affine) or not self.accepts(term):
+            reading = self.reading(term)
+            if reading is None or not isinstance(term, Affine):
                 raise ValueError(f"a weight of shape {self.arrangement.shapes[0]} is read in another form than before")
-            found.setdefault(self.reading(term), []).append(term)
+            found.setdefault(reading, []).append(term)
         return found
 
     def activations(self, terms: Sequence[Affine]) -> tuple[Tensor, int | Tensor]:
         """``sum_nt a a^T`` ("expand") or ``sum_n (mean_t a)(mean_t a)^T`` ("reduce") over the terms of one reading.
 
-        Returns:
-            The sum, and the number of summands, by which to divide it for the mean.
+        Also the number of summands, by which to divide it for the mean.
         """
         reading = self.reading(terms[0])
-        diagonal = self.kinds[reading.activation_side].is_diagonal
+        assert reading is not None
+        k = not reading.flipped
+        diagonal = self.kinds[k].is_diagonal
         if reading.one_hot:
             moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
@@ -212,12 +186,15 @@ class Scheme:
         if self.kinds[1].takes_rows:
             return self._of_rows(whole)
         if self.sharing == "reduce":
-            a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
+            a = torch.cat([self._rows(part) for same in by_length(whole) for part in self._chunks(same)])
             bias = _mean_bias(whole)
-            found = self._empty(whole[0], diagonal, len(a) * bias**2)
+            found = self._empty(whole[0], k, len(a) * bias**2)
             self._add_second(found, a, None, bias)
             return found, len(a)
-        number = sum(self._number(term) for term in whole)
+        count: int | Tensor = 0
+        for term in whole:
+            arrived = self._arrived(term)
+            count += len(term) * term.places if arrived is None else arrived.sum((0, 1)).to(self.dtype)
         ones = sum(len(term) * term.places for term in whole if term.has_bias)
         total: Tensor | None = None
         waiting: dict[float, list[Tensor]] = {}
@@ -229,17 +206,17 @@ class Scheme:
                 if inputs is None and (len(parts) == 1 or has_few_rows(rows)):
                     waiting.setdefault(bias, []).append(rows)
                     continue
-                total = self._empty(whole[0], diagonal, ones) if total is None else total
+                total = self._empty(whole[0], k, ones) if total is None else total
                 self._add_second(total, rows, inputs, bias)
         together = {bias: rows[0] if len(rows) == 1 else torch.cat(rows) for bias, rows in waiting.items()}
         if len(together) == 1 and total is None and not diagonal:  # written once, together with the bias's input
             ((bias, rows),) = together.items()
             has_bias = len(self.arrangement.shapes) > 1
-            return (second_moment_with_constant(rows, bias) if has_bias else second_moment(rows, rows, False)), number
-        total = self._empty(whole[0], diagonal, ones) if total is None else total
+            return (second_moment_with_constant(rows, bias) if has_bias else second_moment(rows, rows, False)), count
+        total = self._empty(whole[0], k, ones) if total is None else total
         for bias, rows in together.items():
             self._add_second(total, rows, None, bias)
-        return total, number
+        return total, count
 
     def backprops(
         self,
@@ -259,7 +236,9 @@ class Scheme:
             assert right is None and weights is None  # these take one vector and no weights
             sides = (kinds[0].of_rows(b[:, 0]) for terms in left for b in self._backprops(terms, None))
             return functools.reduce(kinds[0].add_, sides).entries
-        diagonal = kinds[self.reading(left[0][0]).backprop_side].is_diagonal
+        reading = self.reading(left[0][0])
+        assert reading is not None
+        diagonal = kinds[reading.flipped].is_diagonal
         # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         if not diagonal and right is None and all(getattr(t, "independent", False) for terms in left for t in terms):
@@ -278,27 +257,19 @@ class Scheme:
             lefts, rights = whole, whole if right is None else [joined(rights)]
         return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
-    def _is_routed(self, term: Affine) -> bool:
-        """Whether each group counts the places alone that are sent to it; with a bias, which zeros leave on, all do."""
-        routed = isinstance(term, OuterProduct) and term.is_routed
-        return routed and self.sharing == "expand" and len(self.arrangement.shapes) == 1
-
-    def _number(self, term: Whole) -> int | Tensor:
-        """Number of samples and places, by group (g,) if they are routed."""
-        if self._is_routed(term):
-            return cast("OuterProduct", term).arrived.sum((0, 1)).to(self.dtype)
-        return len(term) * term.places
-
-    def _sent_back(self, term: Affine) -> Tensor:
-        """Backprops (N, t, g, o), zero where a place is not sent to a group."""
-        b = term.backprops().to(self.dtype)
-        return b * cast("OuterProduct", term).arrived[..., None] if self._is_routed(term) else b
+    def _arrived(self, term: Affine) -> Tensor | None:
+        """The places (N, t, g) sent to each group, which counts no others; None: all, as if zeros leave a bias on."""
+        is_routed = isinstance(term, OuterProduct) and term.is_routed and self.sharing == "expand"
+        return cast("OuterProduct", term).arrived if is_routed and len(self.arrangement.shapes) == 1 else None
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
-        found = [self._sent_back(term) for term in terms]
+        found = []
+        for term in terms:
+            b, arrived = term.backprops().to(self.dtype), self._arrived(term)
+            found.append(b if arrived is None else b * arrived[..., None])
         if self.sharing == "reduce":
-            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
+            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in by_length(found)]
         flat = [b.flatten(0, 1) for b in found]
         if scale is None:
             return flat
@@ -307,34 +278,24 @@ class Scheme:
 
     def _of_rows(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
         """Entries of a side of activations that takes rows, and the number of summands."""
-        together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
-        rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
+        together = by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
         total, number = None, 0
         for part in (part for same in together for part in self._chunks(same)):  # one chunk in memory
-            a = rows_of(part)[:, 0]
+            a = self._rows(part)[:, 0]
             moment = self.kinds[1].of_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
             total, number = moment if total is None else total.add_(moment), number + len(a)
         assert total is not None
         return total.entries, number
 
-    def _whole(self, term: Whole) -> Tensor:
-        """Activations of all places, (N * t, g, i)."""
-        total = self._zeros(term, len(term) * term.places)
-        for inputs, a in term.activations():
-            total[..., slice(None) if inputs is None else inputs] += a.flatten(0, 1).to(self.dtype)
-        return total
-
-    def _zeros(self, term: Whole, *samples: int) -> Tensor:
-        """Zeros (*samples, g, i), inputs without the bias."""
-        d = math.prod(term.shape) // (term.groups * term.outputs)
-        return torch.zeros(*samples, term.groups, d, dtype=self.dtype, device=term.device)
-
-    def _mean_over_places(self, terms: Sequence[Whole]) -> Tensor:
-        """Activations averaged over the places of each sample, (N, g, i)."""
-        total = self._zeros(terms[0], len(terms[0]))
+    def _rows(self, terms: Sequence[Whole]) -> Tensor:
+        """Activations (n, g, i) of all places of one term, or for "reduce" means over the places of all."""
+        is_mean, first, places = self.sharing == "reduce", terms[0], sum(term.places for term in terms)
+        d, count = math.prod(first.shape) // (first.groups * first.outputs), len(first) * (1 if is_mean else places)
+        total = torch.zeros(count, first.groups, d, dtype=self.dtype, device=first.device)
         for inputs, a in (x for term in terms for x in term.activations()):
-            total[..., slice(None) if inputs is None else inputs] += a.sum(1).to(self.dtype)
-        return total / sum(term.places for term in terms)
+            rows = a.sum(1) if is_mean else a.flatten(0, 1)
+            total[..., slice(None) if inputs is None else inputs] += rows.to(self.dtype)
+        return total / places if is_mean else total
 
     def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:
         """Chunks of samples, since unfolding the inputs takes memory: no more than the inputs themselves."""
@@ -346,9 +307,9 @@ class Scheme:
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 
-    def _empty(self, term: Whole, diagonal: bool, number: float) -> Tensor:
-        """A moment of the inputs, zero but for the entry of the bias's input."""
-        size = self.arrangement.sides[1:][self.reading(term).activation_side]
+    def _empty(self, term: Whole, k: int, number: float) -> Tensor:
+        """A moment of the inputs, zero but for the entry of the bias's input; k is that of `side`."""
+        size, diagonal = self.arrangement.sides[1 + k], self.kinds[k].is_diagonal
         dims = [size] if diagonal else [size, size]
         moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
         if len(self.arrangement.shapes) > 1:
@@ -376,7 +337,7 @@ class Scheme:
         rows = terms[0].shape[0]
         moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)
         number: int | Tensor = 0
-        for same in _by_length(terms):
+        for same in by_length(terms):
             index = torch.cat([term.index for term in same], 1)
             every = [torch.ones_like(t.index, dtype=torch.bool) if t.valid is None else t.valid for t in same]
             valid = torch.cat(every, 1)
@@ -393,22 +354,12 @@ class Scheme:
         return moment[None], number
 
 
-def at_least_one(number: int | Tensor) -> int | Tensor:
-    """By which to divide a moment for the mean; `number` is of all its groups, or (g,)."""
-    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The precision of curvature: single or better."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _is_wide(term: Convolution) -> bool:
     """Whether a sample's backprops are more than their second moment."""
     return math.prod(term.b.shape[3:]) >= term.outputs
 
 
-def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
+def by_length(terms: Sequence[Read]) -> list[list[Read]]:
     """Grouped by number of samples, which is one group unless sample axes are guessed."""
     return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
 

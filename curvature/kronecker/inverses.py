@@ -12,7 +12,7 @@ from torch import Tensor
 from curvature import linalg
 from curvature.kronecker import applied
 from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DenseSide, Side
+from curvature.kronecker.sides import Side, nonzero_or_one
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
@@ -42,25 +42,20 @@ def factored_inverses(
     inverses: dict[int, applied.Matrix] = {}
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
-        known = before[k // 2]
+        known, other = before[k // 2], products[k // 2][1 - k % 2]
+        is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last
         elif (inverse := side.inverse(share)) is not None:
             inverses[k] = inverse
-        elif _may_have_low_rank(side, products[k // 2]):
-            start = None if last is None else last.directions
+        elif is_large and len(side) == len(side.sizes) == len(other.sizes) == 1:
+            start = last.entries.to(side.entries.dtype) if isinstance(last, applied.LowRankMatrix) else None
             if start is not None or anew[k // 2]:
-                large[k] = None if start is None else start.to(side.entries.dtype)
+                large[k] = start
     if large:
         inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
-    stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
-    tried = [_tried(stack, share) for stack, _ in stacks]
-    fine = linalg.look([ok for _, ok in tried])
-    for (stack, alike), (found, _), is_fine in zip(stacks, tried, fine, strict=True):
-        if not is_fine:
-            found = _carefully(stack, share)
-        inverses |= zip(alike, _split(found, [len(sides[k]) for k in alike], stack.sizes), strict=True)
+    inverses |= _by_cholesky({k: side for k, side in enumerate(sides) if k not in inverses}, share)
     return [applied.KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
 
 
@@ -68,12 +63,10 @@ def eigen_inverses(products: Sequence[Product], damping: float) -> list[applied.
     """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
     bases = eigenbases([side for product in products for side in product])
     inverses: list[applied.KroneckerInverse] = []
-    for row_basis, column_basis in zip(bases[::2], bases[1::2], strict=True):
-        (b, rows), (a, columns) = row_basis, column_basis
-        is_partial = rows.is_partial or columns.is_partial
-        if is_partial:
-            (b, rows), (a, columns) = rows.outlined(b), columns.outlined(a)
-        kind = applied.PartialEigenInverse if is_partial else applied.EigenInverse
+    for (b, rows), (a, columns) in zip(bases[::2], bases[1::2], strict=True):
+        kind = applied.EigenInverse
+        if applied.PartialBasis in (type(rows), type(columns)):
+            (b, rows), (a, columns), kind = rows.outlined(b), columns.outlined(a), applied.PartialEigenInverse
         inverses.append(kind(rows, columns, _inverse_values(b, a, damping)))
     return inverses
 
@@ -86,8 +79,7 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
     bases: dict[int, tuple[Tensor, applied.Matrix]] = {}
     dense = {}
     for k, side in enumerate(sides):
-        basis = side.eigenbasis()
-        if basis is None:
+        if (basis := side.eigenbasis()) is None:
             dense[k] = side
         else:
             bases[k] = basis
@@ -98,8 +90,8 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
         pairs = [next(made) for _ in parts]
         values, vectors = (_joined(own, stack.sizes) for own in zip(*pairs, strict=True))
         groups = [len(sides[k]) for k in alike]
-        each = zip(values.split(groups), _split(vectors, groups, stack.sizes), strict=True)
-        bases |= zip(alike, each, strict=True)
+        matrices = (applied.DenseMatrix.of(own, stack.sizes) for own in vectors.split(groups))
+        bases |= zip(alike, zip(values.split(groups), matrices, strict=True), strict=True)
     return [bases[k] for k in range(len(sides))]
 
 
@@ -132,11 +124,6 @@ def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[t
         yield sides[first].stacked([sides[k] for k in others]), [first, *others]
 
 
-def _split(matrices: Tensor, groups: Sequence[int], sizes: Sequence[int]) -> list[applied.Matrix]:
-    """The parts of what was made of a stack of sides, in its memory."""
-    return [applied.DenseMatrix.of(part, sizes) for part in matrices.split(list(groups))]
-
-
 def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The diagonal blocks of matrices (g, d, d), those of one size together."""
     pieces: dict[int, list[Tensor]] = {}
@@ -160,32 +147,31 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return matrix
 
 
-def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
-    """Damped inverses, and a flag () whether they can be used."""
-    blocks, scale = _damped(side.lower(), side.sizes, share)
-    found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
-    return _joined(found, side.sizes).div_(scale), flags[0] if len(flags) == 1 else torch.stack(flags).all()
-
-
-def _carefully(side: Side, share: float) -> Tensor:
-    """Damped inverses after a first failure."""
-    blocks, scale = _damped(side.dense(), side.sizes, share)
-    return _joined(list(map(linalg.careful_spd_inverse, blocks)), side.sizes).div_(scale)
+def _by_cholesky(sides: Mapping[int, Side], share: float) -> dict[int, applied.Matrix]:
+    """The damped inverses of sides, those of one form together; with more care where that fails."""
+    inverses: dict[int, applied.Matrix] = {}
+    tried = []
+    for stack, alike in _stacks(sides, JOINED_MAX_SIDE):
+        blocks, scale = _damped(stack.lower(), stack.sizes, share)
+        found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
+        ok = flags[0] if len(flags) == 1 else torch.stack(flags).all()
+        tried.append((stack, alike, _joined(found, stack.sizes).div_(scale), ok))
+    fine = linalg.look([ok for *_, ok in tried])
+    for (stack, alike, matrices, _), is_fine in zip(tried, fine, strict=True):
+        if not is_fine:
+            blocks, scale = _damped(stack.dense(), stack.sizes, share)
+            matrices = _joined(list(map(linalg.careful_spd_inverse, blocks)), stack.sizes).div_(scale)
+        parts = matrices.split([len(sides[k]) for k in alike])
+        inverses |= {k: applied.DenseMatrix.of(part, stack.sizes) for k, part in zip(alike, parts, strict=True)}
+    return inverses
 
 
 def _damped(matrix: Tensor, sizes: Sequence[int], share: float) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
-    scale = DenseSide(matrix).mean_eigenvalue().view(-1, 1, 1)
+    scale = nonzero_or_one(matrix.diagonal(dim1=1, dim2=2).mean(1)).view(-1, 1, 1)
     matrix = matrix / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
-    return _blocks(matrix, sizes) if len(sizes) > 1 else [matrix], scale
-
-
-def _may_have_low_rank(side: Side, product: Product) -> bool:
-    """Whether its largest eigenvalues may make a quicker inverse."""
-    other = product[1] if side is product[0] else product[0]
-    is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
-    return is_large and len(side) == 1 and all(len(x.sizes) == 1 for x in product)
+    return _blocks(matrix, sizes), scale
 
 
 def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, applied.Matrix]:

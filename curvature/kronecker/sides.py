@@ -35,19 +35,13 @@ class Side:
     A new form of storage has a name, `of`, `diagonal` and `dense`, and where its entries do not tell its size, `size`
     and `of_entries`. It is inverted by the Cholesky decomposition of `dense`, unless it has an `inverse` and an
     `eigenbasis` of its own. Weights get it where `storage_of` chooses it.
-
-    Attributes:
-        entries: the numbers, (g, ...).
-        name: of the form, in `Scheme.storage` and in checkpoints; without one it is a variant of another.
-        is_diagonal: whether the diagonal of a second moment says all about it, and the axes are its eigenvectors.
-        takes_rows: whether it is made `of_rows`, before these are multiplied.
     """
 
-    entries: Tensor
+    entries: Tensor  # the numbers, (g, ...)
 
-    name: ClassVar[str] = ""
-    is_diagonal: ClassVar[bool] = False
-    takes_rows: ClassVar[bool] = False
+    name: ClassVar[str] = ""  # in `Scheme.storage` and in checkpoints; without one it is a variant of another form
+    is_diagonal: ClassVar[bool] = False  # whether a moment's diagonal says all, and the axes are its eigenvectors
+    takes_rows: ClassVar[bool] = False  # whether it is made `of_rows`, before these are multiplied
 
     def __init_subclass__(cls) -> None:
         if cls.name:
@@ -236,18 +230,14 @@ class DenseSide(Side):
 
 @dataclass(frozen=True, eq=False)
 class PackedSide(Side):
-    """Diagonal blocks, usually one, of which the lower triangles are stored one after the other: (g, entries of all).
+    """Diagonal blocks, usually one, whose lower triangles are stored one after the other: (g, entries of all)."""
 
-    Attributes:
-        blocks: numbers of rows of the blocks.
-    """
-
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # their numbers of rows
 
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = [_packed(moment[:, rows, rows] if len(blocks) > 1 else moment) for rows in ranges(blocks)]
+        packed = [_packed(moment[:, rows, rows]) for rows in ranges(blocks)]
         return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
 
     @property

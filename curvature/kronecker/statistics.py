@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import Product, Reading, Scheme, at_least_one
+from curvature.kronecker.factors import Product, Reading, Scheme
 from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, for_groups
 
 
 @dataclass
 class KroneckerStatistics:
-    """Second moments of activations and backprops, by reading of the weight, as the builders add them up.
-
-    Attributes:
-        activations: sums of outer products, each with its number of summands, of all groups or of each (g,).
-        backprops: sums of outer products.
-    """
+    """Sums of outer products of activations and backprops, by reading of the weight, as the builders add them up."""
 
     scheme: Scheme
+    # with the number of summands, of all groups or of each (g,)
     activations: dict[Reading, tuple[Any, int | Tensor]] = field(default_factory=dict)
     backprops: dict[Reading, Any] = field(default_factory=dict)
 
@@ -42,17 +38,15 @@ class KroneckerStatistics:
 
     def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
         """The factors of outputs and of inputs, backprops multiplied by `scale`; the sums are used up."""
-        products: list[Product] = []
+        products: list[tuple[Tensor, Tensor]] = []
         for reading, (moment, number) in self.activations.items():
-            mean = moment.div_(for_groups(at_least_one(number), moment))
-            inputs = self._side(reading.activation_side, mean)
-            outputs = self._side(reading.backprop_side, self.backprops[reading].mul_(scale))
-            products.append(reading.product(inputs, outputs))
-        rows, columns = merge_products(products)
+            mean, outer = moment.div_(divisor(number, moment)), self.backprops[reading].mul_(scale)
+            products.append((mean, outer) if reading.flipped else (outer, mean))
+        if len(products) == 1:
+            return products[0]
+        forms = [DiagonalSide if kind.is_diagonal else DenseSide for kind in self.scheme.kinds]
+        rows, columns = merge_products([(forms[0](rows), forms[1](columns)) for rows, columns in products])
         return rows.entries, columns.entries
-
-    def _side(self, k: int, entries: Tensor) -> Side:
-        return DiagonalSide(entries) if self.scheme.kinds[k].is_diagonal else DenseSide(entries)
 
 
 @dataclass
@@ -73,8 +67,8 @@ class SideStatistics(KroneckerStatistics):
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
         products = []
         for reading, (moment, number) in self.activations.items():
-            mean = moment.scaled(1 / at_least_one(number))
-            products.append(reading.product(mean, self.backprops[reading].scaled(scale)))
+            mean, outer = moment.scaled(1 / divisor(number, moment.entries)), self.backprops[reading].scaled(scale)
+            products.append((mean, outer) if reading.flipped else (outer, mean))
         if len(products) == 1:
             return products[0]
         rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])
@@ -85,15 +79,12 @@ class SideStatistics(KroneckerStatistics):
         count = len(blocks)
         activations = {key: (moment.parts(count), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: moment.parts(count) for key, moment in self.backprops.items()}
-        return [
-            replace(
-                self,
-                scheme=block.scheme,
-                activations={key: (moments[k], number) for key, (moments, number) in activations.items()},
-                backprops={key: moments[k] for key, moments in backprops.items()},
-            )
-            for k, block in enumerate(blocks)
-        ]
+        found = []
+        for k, block in enumerate(blocks):
+            own = {key: (moments[k], number) for key, (moments, number) in activations.items()}
+            sent = {key: moments[k] for key, moments in backprops.items()}
+            found.append(replace(self, scheme=block.scheme, activations=own, backprops=sent))
+        return found
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
@@ -111,9 +102,14 @@ class SideStatistics(KroneckerStatistics):
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             if bool(sums[key + "number"].any()):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")
-                moment = self.scheme.side_of_sum(reading.activation_side, sums[key + "a"])
+                moment = self.scheme.side_of_sum(not reading.flipped, sums[key + "a"])
                 self.activations[reading] = moment, sums[key + "number"]
-                self.backprops[reading] = self.scheme.side_of_sum(reading.backprop_side, sums[key + "b"])
+                self.backprops[reading] = self.scheme.side_of_sum(reading.flipped, sums[key + "b"])
+
+
+def divisor(number: int | Tensor, entries: Tensor) -> int | Tensor:
+    """By which to divide sums (g, ...) for their means; `number` is of all groups, or (g,)."""
+    return for_groups(number.clamp(min=1), entries) if isinstance(number, Tensor) else max(number, 1)
 
 
 def merge_products(products: Sequence[Product]) -> Product:
@@ -121,8 +117,6 @@ def merge_products(products: Sequence[Product]) -> Product:
 
     Each side is the sum over the products, weighted by the trace of the other side. Products are those of one `Scheme`.
     """
-    if len(products) == 1:
-        return products[0]
     traces = [(rows.diagonal().sum(1), columns.diagonal().sum(1)) for rows, columns in products]
     total = torch.stack([r * c for r, c in traces]).sum(0)
     total = total.clamp(min=torch.finfo(total.dtype).tiny).sqrt()

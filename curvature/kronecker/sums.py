@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,21 +51,20 @@ def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> lis
     """
     scaled = []
     for pairs in sums:
-        damped = [damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
+        damped = [_damped(*pair, damping / len(pairs)) for pair in _two(pairs)]
         scaled.append([((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped])
     bases = iter(_diagonalised([[pair[side] for pair, _ in own] for own in scaled for side in (0, 1)]))
-    return [_inverse([mean for _, mean in own], next(bases), next(bases)) for own in scaled]
+    found = []
+    for (_, first), *second in scaled:
+        (rows, t), (columns, s) = next(bases), next(bases)
+        values = first * t[:, None] * s
+        for _, mean in second:
+            values = values + mean * (1 - t)[:, None] * (1 - s)
+        found.append(KroneckerSumInverse(rows, columns, values))
+    return found
 
 
-def _inverse(means: Sequence[Tensor], row_basis: Pair, column_basis: Pair) -> KroneckerSumInverse:
-    (rows, t), (columns, s) = row_basis, column_basis
-    values = means[0] * t[:, None] * s
-    if len(means) > 1:
-        values = values + means[1] * (1 - t)[:, None] * (1 - s)
-    return KroneckerSumInverse(rows, columns, values)
-
-
-def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
+def _damped(rows: Tensor, columns: Tensor, damping: float) -> Pair:
     """One damped product of the sum in `invert_kronecker_sums`."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
     shifts = damping**0.5 / ratio, damping**0.5 * ratio
@@ -100,11 +100,9 @@ def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor
         root if is_fine else linalg.cholesky_with_jitter(total, "a factor")
         for (root, _), is_fine, total in zip(tried, fine, totals, strict=True)
     ]
-    wholes = []
-    for root, sides in zip(roots, sums, strict=True):
-        half = torch.linalg.solve_triangular(root, sides[0], upper=False)
-        wholes.append(torch.linalg.solve_triangular(root, half.mT, upper=False))
-    found = []
-    for root, (values, vectors) in zip(roots, linalg.symmetric_eighs(wholes), strict=True):
-        found.append((torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)))
-    return found
+    within = partial(torch.linalg.solve_triangular, upper=False)
+    wholes = [within(root, within(root, sides[0]).mT) for root, sides in zip(roots, sums, strict=True)]
+    return [
+        (torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1))
+        for root, (values, vectors) in zip(roots, linalg.symmetric_eighs(wholes), strict=True)
+    ]

@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 from curvature import gradients, recording
 from curvature.functional import AttentionInBlocks
 from curvature.gradients import Batch, Plan, SamplesMeet
-from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of, resolve
 from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.matrices.penalties import require_none, without_penalty
@@ -245,7 +244,7 @@ class RecordedBatch:
     @property
     def dtype(self) -> torch.dtype:
         """The precision of terms: many of their squares are added up."""
-        return at_least_float32(self.output.dtype)
+        return torch.promote_types(self.output.dtype, torch.float32)
 
     def terms(self, vectors: Tensor) -> Vectors:
         """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero."""

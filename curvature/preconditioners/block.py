@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.linalg import stack
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
@@ -35,36 +35,31 @@ class BlockStatistics(Protocol):
 
 
 class Block:
-    """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M.
-
-    Attributes:
-        names: of the parameters.
-        reason: why the block is no better approximation; "" where it is the best there is.
-        updates: how often the average was updated.
-        drift: relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm
-            of the numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known.
-        traces: of the matrices of the running average; empty before the first update.
-        was_outlier: whether the last statistics were far out of scale, and left out.
-        outliers: how often that was so.
-    """
+    """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M."""
 
     structure = ""
+    inverse: Any = None  # what `solve` multiplies with
+    failures = 0  # consecutive failures of decompositions
+    # Relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm of the
+    # numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known, as when loaded
+    drift: Tensor | None = None
+
+    def __init_subclass__(cls) -> None:
+        if "structure" in vars(cls):
+            STRUCTURES[cls.structure] = cls
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
-        self.names = tuple(names)
-        self.reason = reason
-        self.updates = 0
-        self.traces: list[float] = []
+        self.names = tuple(names)  # of the parameters
+        self.reason = reason  # why the block is no better approximation; "" where it is the best there is
+        self.updates = 0  # of the average
+        self.traces: list[float] = []  # of the average's matrices; empty before the first update
+        # whether the last statistics were far out of scale, and left out, and how often that was so
         self.was_outlier, self.outliers = False, 0
 
     @property
     def has_separate_rows(self) -> bool:
         """Whether M says nothing of one row of a parameter together with another."""
         return False
-
-    def debiased_weight(self, decay: float, updates: int | None = None) -> float:
-        """Weight of the next statistics in a debiased running average after `updates` (None: the block's own)."""
-        return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
     def weight(self, traces: Sequence[float], decay: float) -> float:
         """Weight of the next statistics, given their traces: none if one is far out of scale, but never twice in a row.
@@ -74,7 +69,7 @@ class Block:
         known = list(zip(self.traces, traces, strict=bool(self.traces)))
         self.was_outlier = not self.was_outlier and any(new > OUTLIER_FACTOR * old > 0 for old, new in known)
         self.outliers += self.was_outlier
-        weight = 0.0 if self.was_outlier else self.debiased_weight(decay)
+        weight = 0.0 if self.was_outlier else debiased_weight(decay, self.updates)
         self.traces = [old + weight * (new - old) for old, new in known] or list(traces)
         return weight
 
@@ -107,17 +102,11 @@ class Block:
         """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
 
-    def means(self, statistics: Any) -> Any:
-        """The matrices of the statistics of a leaf, means over samples; None if these have none."""
+    def means(self, statistics: Any) -> tuple[Any, list[Tensor], list[Tensor]] | None:
+        """The matrices of the statistics of a leaf, means over samples; their traces (); sums () of what else has to be
+        finite. None if there are no matrices.
+        """
         raise NotImplementedError
-
-    def traces_of(self, means: Any) -> list[Tensor]:
-        """The traces () of such matrices."""
-        raise NotImplementedError
-
-    def unchecked(self, statistics: Any) -> list[Tensor]:
-        """What else of the statistics has to be finite; sums ()."""
-        return []
 
     def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
         """Update the running average, with that `weight`; returns the `change` of each side, if there were any."""
@@ -126,7 +115,7 @@ class Block:
     @property
     def is_ready(self) -> bool:
         """Whether `solve` can be called."""
-        raise NotImplementedError
+        return self.inverse is not None
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """``(M + damping I)^-1`` times gradients, each in the shape of its parameter."""
@@ -149,7 +138,7 @@ class Block:
 
     @property
     def dimension(self) -> int:
-        raise NotImplementedError
+        return sum(map(math.prod, self.parameter_shapes.values()))
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -188,9 +177,6 @@ class Block:
         """
         raise NotImplementedError
 
-    failures = 0  # consecutive failures of decompositions
-    drift: Tensor | None = None  # not part of a checkpoint
-
     def without_correlations(self) -> AbstractContextManager[None]:
         """Inside, M is its diagonal."""
         return nullcontext()
@@ -222,10 +208,9 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        kinds = {kind.structure: kind for kind in _subclasses(Block) if kind.structure}
-        if state["structure"] not in kinds:
-            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(kinds)}")
-        return kinds[state["structure"]].from_state(state, device)
+        if state["structure"] not in STRUCTURES:
+            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(STRUCTURES)}")
+        return STRUCTURES[state["structure"]].from_state(state, device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
@@ -249,6 +234,9 @@ class Block:
         """Rebuild what is not plain in `state`."""
 
 
+STRUCTURES: dict[str, type[Block]] = {}  # by name
+
+
 def grouped(forms: Sequence[Any]) -> list[list[int]]:
     """The places of equal forms together; None is a form of its own wherever it is."""
     found: dict[Any, list[int]] = {}
@@ -257,19 +245,11 @@ def grouped(forms: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
+def debiased_weight(decay: float, updates: int) -> float:
+    """Of the next statistics in a debiased running average after so many updates."""
+    return (1 - decay) / (1 - decay ** (updates + 1))
+
+
 def change(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """In the Frobenius norm (), and the norm of what has changed."""
     return torch.dist(new, old), torch.linalg.vector_norm(old)
-
-
-def relative(changes: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of each `change` its ratio (n,); 0 / 0 is 0."""
-    made, norms = map(stack, zip(*changes, strict=True))
-    return (made / norms).nan_to_num(0.0)
-
-
-def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:
-    """All sub-classes."""
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)

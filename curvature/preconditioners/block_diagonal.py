@@ -18,7 +18,7 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative
+from curvature.preconditioners.block import Block, BlockStatistics, grouped
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -134,10 +134,8 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Find by experiment the axes of samples that sizes leave open, once for each use.
 
         What layers do to the outputs together, and the squares of EKFAC, depend on them: `nn.MultiheadAttention` folds
-        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again.
-
-        Args:
-            count: number of samples; one alone says nothing.
+        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again; one of a
+        single sample says nothing.
         """
         keyed = _keyed(tape)
         new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
@@ -191,8 +189,11 @@ class BlockDiagonalCurvature(CurvatureStore):
             add(terms)
 
         stream_backprops(tape, outputs, sent, take, MOST_BYTES)
-        if unexplained:
-            add(self._plain(tape, outputs, sent, sorted(unexplained)))
+        if unexplained:  # the gradients of the whole batch
+            names = sorted(unexplained)
+            roots = [tape.parameters[name].tensor for name in names]
+            whole = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
+            add({name: [DenseGradients(g[None])] for name, g in zip(names, whole, strict=True) if g is not None})
         found.along = _energies(changes)
         return found
 
@@ -206,19 +207,12 @@ class BlockDiagonalCurvature(CurvatureStore):
                 found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
         return found
 
-    def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
-        """Gradients of the whole batch, for parameters without per-sample terms."""
-        roots = [tape.parameters[name].tensor for name in names]
-        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
-        return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
-
     def measure_backprops(
         self, tape: Tape, backprops: Sequence[Tensor | None], whole: Mapping[str, Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
         """Statistics of a pass whose graph is gone, from the backprops of the loss's own backward pass.
 
-        Args:
-            whole: sums over the batch by name, for parameters whose per-sample gradients the backprops do not tell.
+        `whole` has sums over the batch, for parameters whose per-sample gradients the backprops do not tell.
         """
         terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
@@ -262,9 +256,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
-        sides = list(zip(scheme.kinds, scheme.block_sizes, strict=True))
-        rows = max((max(sizes) for kind, sizes in sides if not kind.is_diagonal), default=0)
-        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind, _ in sides)
+        kinds = scheme.kinds
+        rows = max((max(scheme.block_sizes(k)) for k, kind in enumerate(kinds) if not kind.is_diagonal), default=0)
+        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind in kinds)
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"
@@ -291,28 +285,34 @@ class BlockDiagonalCurvature(CurvatureStore):
         self._create_blocks(tape, terms)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
+        found: dict[int, BlockStatistics | None] = {}
         with full_precision():
-            measured = _measured(split, count, rank, world_size)
-        found = {leaf.names[0]: own for (leaf, _), own in zip(split, measured, strict=True) if own is not None}
-        return CurvatureStatistics(found)
+            for alike in grouped([type(leaf) for leaf, _ in split]):
+                leaves, each = zip(*(split[k] for k in alike), strict=True)
+                found |= zip(alike, leaves[0].measure_all(leaves, each, count, rank, world_size), strict=True)
+        return CurvatureStatistics(
+            {leaf.names[0]: own for k, (leaf, _) in enumerate(split) if (own := found[k]) is not None}
+        )
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite. The host waits once."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        seen = [(leaf, own, means) for leaf, own in pairs if (means := leaf.means(own)) is not None]
-        sums = [(leaf.traces_of(means), leaf.unchecked(own)) for leaf, own, means in seen]
-        numbers = map(float, to_host([x for pair in sums for own in pair for x in own]))
-        changes: dict[Block, list[tuple[Tensor, Tensor]]] = {}
-        for (leaf, own, means), kinds in zip(seen, sums, strict=True):
-            traces, others = ([next(numbers) for _ in kind] for kind in kinds)
-            if all(map(math.isfinite, traces + others)):
-                changes[leaf] = leaf.update(own, means, decay, leaf.weight(traces, decay))
-        moved = {leaf: own for leaf, own in changes.items() if own}
-        drifts = relative(itertools.chain(*moved.values())).split([len(own) for own in moved.values()]) if moved else ()
-        for leaf, drift in zip(moved, drifts, strict=True):
-            leaf.drift = drift
+        seen = [(leaf, own, *found) for leaf, own in pairs if (found := leaf.means(own)) is not None]
+        numbers = map(float, to_host([x for *_, traces, others in seen for x in traces + others]))
+        moved: dict[Block, list[tuple[Tensor, Tensor]]] = {}
+        for leaf, own, means, traces, others in seen:
+            known = [next(numbers) for _ in traces + others]
+            if all(map(math.isfinite, known)):
+                weight = leaf.weight(known[: len(traces)], decay)
+                if changes := leaf.update(own, means, decay, weight):
+                    moved[leaf] = changes
+        if moved:
+            made, norms = map(stack, zip(*itertools.chain(*moved.values()), strict=True))
+            drifts = (made / norms).nan_to_num(0.0).split([len(changes) for changes in moved.values()])  # 0 / 0 is 0
+            for leaf, drift in zip(moved, drifts, strict=True):
+                leaf.drift = drift
 
 
 def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:
@@ -336,17 +336,6 @@ def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`CurvatureStatistics.along` of one vector from the changes (N,) in each block."""
     every = {**changes, "": stack(changes.values()).sum(0)} if changes else {}
     return {name: change.square().sum() for name, change in every.items()}
-
-
-def _measured(
-    split: Sequence[tuple[Block, Sequence[Term]]], count: int, rank: int, world_size: int
-) -> list[BlockStatistics | None]:
-    """The statistics of leaves from their terms, those of one class together."""
-    found: dict[int, BlockStatistics | None] = {}
-    for alike in grouped([type(leaf) for leaf, _ in split]):
-        leaves, terms = zip(*(split[k] for k in alike), strict=True)
-        found |= zip(alike, leaves[0].measure_all(leaves, terms, count, rank, world_size), strict=True)
-    return [found[k] for k in range(len(split))]
 
 
 def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker import at_least_float32, nonzero_or_one
+from curvature.kronecker import nonzero_or_one
 from curvature.preconditioners.block import Block, Due, change
 from curvature.terms import Term
 
@@ -43,9 +43,8 @@ class DiagonalBlock(Block):
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
-        self.shape, self.dtype = shape, at_least_float32(dtype)
+        self.shape, self.dtype = shape, torch.promote_types(dtype, torch.float32)
         self.values: Tensor | None = None
-        self.inverse: Tensor | None = None
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> DiagonalStatistics:
         """Gradients of terms with the same number of samples are summed before they are squared."""
@@ -58,11 +57,11 @@ class DiagonalBlock(Block):
     def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
         return DiagonalStatistics(float(sums["samples"]), sums["sum"])
 
-    def means(self, statistics: DiagonalStatistics) -> Tensor | None:
-        return statistics.sum / statistics.samples if statistics.samples else None
-
-    def traces_of(self, means: Tensor) -> list[Tensor]:
-        return [means.sum()]
+    def means(self, statistics: DiagonalStatistics) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        if not statistics.samples:
+            return None
+        mean = statistics.sum / statistics.samples
+        return mean, [mean.sum()], []
 
     def update(self, statistics: Any, means: Tensor, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
         old, self.values = self.values, means if self.values is None else self.values.lerp(means, weight)
@@ -71,10 +70,6 @@ class DiagonalBlock(Block):
 
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
-
-    @property
-    def is_ready(self) -> bool:
-        return self.inverse is not None
 
     @property
     def smoothed(self) -> Tensor:
@@ -89,8 +84,7 @@ class DiagonalBlock(Block):
             block.inverse = 1 / (block.smoothed + own)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        assert self.inverse is not None
-        return [(gradients[0].to(self.dtype) * self.inverse).to(gradients[0].dtype)]
+        return self.solve_all([self], [gradients])[0]
 
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -106,10 +100,6 @@ class DiagonalBlock(Block):
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.names[0]: tuple(self.shape)}
-
-    @property
-    def dimension(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def expected_bytes(self) -> int:

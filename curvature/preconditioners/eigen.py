@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
-from curvature.preconditioners.block import Due
+from curvature.preconditioners.block import Due, debiased_weight
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -19,8 +19,9 @@ Matrices = tuple[kronecker.Matrix, kronecker.Matrix]  # U_B and U_A
 MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
 
 
-def _some_squares(basis: kronecker.Basis, count: int, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
-    """Sum over `count` samples of their squared gradients in a basis, from fewer of many, as in `subsample_samples`."""
+def _squares(basis: kronecker.Basis, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
+    """Sum over samples of their squared gradients in a basis, from fewer of many, as in `subsample_samples`."""
+    count = len(terms[0])
     total = world_size * count
     stride = 1 if max(term.places for term in terms) == 1 else max(1, min(total // MIN_SAMPLES, count))
     chosen = slice(-rank * count % stride, None, stride)
@@ -32,17 +33,11 @@ def _some_squares(basis: kronecker.Basis, count: int, terms: Sequence[Any], rank
 
 @dataclass
 class EigenStatistics(kronecker.SideStatistics):
-    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
+    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured."""
 
-    Attributes:
-        basis: None if there was none yet.
-        squares: sum of the squared gradients in the basis, (g, o, i).
-        squares_samples: number of samples in that sum: those before the first basis do not count.
-    """
-
-    basis: Matrices | None = None
-    squares: Tensor | None = None
-    squares_samples: float = 0.0
+    basis: Matrices | None = None  # None if there was none yet
+    squares: Tensor | None = None  # sum of the squared gradients in the basis, (g, o, i)
+    squares_samples: float = 0.0  # number of samples in that sum: those before the first basis do not count
 
     def add_(self, other: EigenStatistics) -> None:
         super().add_(other)
@@ -109,13 +104,15 @@ class EigenBlock(KroneckerBlock):
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         found = super().measure(terms, samples, rank, world_size)
         if found is not None and self.basis is not None:
-            found.squares = self._squares(terms, self.basis, rank, world_size)
+            basis = kronecker.Basis(self.scheme, *(matrix.vectors for matrix in self.basis))
+            each = kronecker.by_length(terms)  # those with the same number of samples belong together
+            found.squares = sum_in_place(_squares(basis, own, rank, world_size) for own in each)
             found.basis, found.squares_samples = self.basis, samples
         return found
 
-    @property
-    def joint_form(self) -> Any:
-        return () if self.inverse is None else self.inverse.form
+    def joint_form(self, terms: Sequence[Term]) -> Any:
+        form, inverse = super().joint_form(terms), () if self.inverse is None else self.inverse.form
+        return None if form is None or inverse is None else (form, inverse)
 
     @staticmethod
     def joined(blocks: Sequence[Any]) -> Any:
@@ -123,14 +120,6 @@ class EigenBlock(KroneckerBlock):
         first, *others = (block.inverse for block in blocks)
         found.inverse = None if first is None else first.stacked(others)
         return found
-
-    def _squares(self, terms: Sequence[Term], matrices: Matrices, rank: int, world_size: int) -> Tensor:
-        """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = kronecker.Basis(self.scheme, *(matrix.vectors for matrix in matrices))
-        found: dict[int, list[Any]] = {}
-        for term in terms:
-            found.setdefault(len(term), []).append(term)
-        return sum_in_place(_some_squares(basis, n, own, rank, world_size) for n, own in found.items())
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         found = super().statistics_from(sums)
@@ -143,15 +132,16 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
-    def unchecked(self, statistics: EigenStatistics) -> list[Tensor]:
-        return [] if statistics.squares is None else [statistics.squares.sum()]
+    def means(self, statistics: EigenStatistics) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
+        found = super().means(statistics)
+        return found if found is None or statistics.squares is None else (*found[:2], [statistics.squares.sum()])
 
     def update(
         self, statistics: EigenStatistics, means: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
-            own = 0.0 if self.was_outlier else self.debiased_weight(decay, self.seen)
+            own = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
             self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, own)
             self.seen += 1
         return super().update(statistics, means, decay, weight)
@@ -173,17 +163,20 @@ class EigenBlock(KroneckerBlock):
             rows = next(found) if rows_due else (block.row_values, block.basis[0])
             columns = next(found) if columns_due else (block.column_values, block.basis[1])
             tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
-            dampings = (tiny, share) if damping is None else (damping, 0.0)
-            block._turn(rows, columns, *dampings)
+            block._turn(rows, columns, *((tiny, share) if damping is None else (damping, 0.0)))
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
             carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
             self.values = self._evened(carried, (rows, columns))
+        b, a = self.row_values[:, :, None], self.column_values[:, None, :]
         if not self.seen:
-            self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = kronecker.EigenInverse(rows, columns, self._inverted(damping, share)).owned()
+            self.values = b * a
+        assert self.values is not None
+        mean_b, mean_a = (kronecker.nonzero_or_one(x.mean(dim, keepdim=True)) for x, dim in ((b, 1), (a, 2)))
+        inverted = 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
+        self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
@@ -194,12 +187,6 @@ class EigenBlock(KroneckerBlock):
                 mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)
                 values = torch.where(is_null, mean, values)
         return values
-
-    def _inverted(self, damping: float, share: float) -> Tensor:
-        assert self.values is not None and self.row_values is not None and self.column_values is not None
-        b, a = self.row_values[:, :, None], self.column_values[:, None, :]
-        mean_b, mean_a = (kronecker.nonzero_or_one(x.mean(dim, keepdim=True)) for x, dim in ((b, 1), (a, 2)))
-        return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
 
     @property
     def mean_eigenvalue(self) -> Tensor:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.kronecker import at_least_float32
 from curvature.linalg import cat, cholesky, full_precision, to_host, try_decompose, widen
 from curvature.operators import Named
 from curvature.preconditioners.block import Block, Due
 from curvature.preconditioners.least_squares import Damping, LeastSquares, at
-from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
+from curvature.preconditioners.statistics import CurvatureStatistics
 
 MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
 
@@ -42,25 +41,23 @@ class FullBlock(Block):
         self.damping: Damping | None = None
 
     @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[CurvatureStatistics], decay: float) -> None:
+    def update_all(blocks: Sequence[Any], statistics: CurvatureStatistics, decay: float) -> None:
         """Update blocks with the rows of a batch, if what they see is finite; the host asks once for all."""
-        found = [(block, own.rows, block.summarized(own.rows)) for block, own in zip(blocks, statistics, strict=True)]
-        seen = [(block, rows, *summary) for block, rows, summary in found if summary is not None]
+        rows = statistics.rows
+        if rows is None:
+            return
+        there = [block for block in blocks if all(rows.shapes.get(k) == shape for k, shape in block.shapes.items())]
+        whole = rows.jacobian
+        jacobians = [whole.restricted(block.names) for block in there]
+        seen = [(block, own, *block.summarize(own)) for block, own in zip(there, jacobians, strict=True)]
         numbers = map(float, to_host([trace for *_, trace in seen]))
-        for (block, rows, jacobian, new, trace), number in zip(seen, numbers, strict=True):
+        for (block, jacobian, new, trace), number in zip(seen, numbers, strict=True):
             if not math.isfinite(number):
                 continue
             block.count = (1 if block.is_sum else rows.samples) / rows.times**2
             block.trace, block.rank = widen(trace) / block.count, min(jacobian.shape)
             block.absorb(new, number / block.count, decay)  # a running average has a trace of its own
             block.updates += 1
-
-    def summarized(self, rows: RowStatistics | None) -> tuple[Jacobian, Any, Tensor] | None:
-        """The rows of the block's parameters, and what `summarize` says of them; None if they are not there."""
-        if rows is None or any(rows.shapes.get(name) != shape for name, shape in self.shapes.items()):
-            return None
-        jacobian = rows.jacobian.restricted(self.names)
-        return jacobian, *self.summarize(jacobian)
 
     def summarize(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
         """What to keep of a batch, and the trace of ``J^T J``."""
@@ -78,7 +75,7 @@ class FullBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
-        named = {name: g.to(at_least_float32(g.dtype)) for name, g in given.items()}
+        named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
         found = self.solve_named(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
@@ -87,15 +84,9 @@ class FullBlock(Block):
         self.damping = damping
 
     @staticmethod
-    def decompose_each(blocks: Sequence[Any], dampings: Sequence[Damping]) -> None:
-        """`decompose` each block for a damping of its own."""
-        for block, damping in zip(blocks, dampings, strict=True):
-            block.decompose(damping)
-
-    @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
-        dampings: list[Damping] = [damping if damping is not None else block.own_damping(share) for block in blocks]
-        blocks[0].decompose_each(blocks, dampings)
+        for block in blocks:
+            block.decompose(block.own_damping(share) if damping is None else damping)
 
     def own_damping(self, share: float) -> Tensor:
         """A share of the mean eigenvalue that is not zero; without curvature 1, along the gradient."""
@@ -113,10 +104,6 @@ class FullBlock(Block):
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shapes
-
-    @property
-    def dimension(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def expected_bytes(self) -> int:
@@ -212,7 +199,7 @@ class DiagonalFullBlock(FullBlock):
     def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = cat(found[name].flatten() for name in self.names)
-        values = values.to(at_least_float32(values.dtype))
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values, values.sum()
 
     def absorb(self, new: Tensor, trace: float, decay: float) -> None:
@@ -254,14 +241,15 @@ class WoodburyBlock(FullBlock):
         self.fresh = new
 
     @staticmethod
-    def decompose_each(blocks: Sequence[Any], dampings: Sequence[Damping]) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         """The host asks once for all blocks whether decompositions have succeeded."""
-        new = [(b, damping * b.count) for b, damping in zip(blocks, dampings, strict=True) if b.fresh is not None]
+        dampings = [block.own_damping(share) if damping is None else damping for block in blocks]
+        new = [(b, own * b.count) for b, own in zip(blocks, dampings, strict=True) if b.fresh is not None]
         LeastSquares.prepare_all([block.fresh for block, _ in new], [scaled for _, scaled in new])
         for block, scaled in new:
             block.scaled, block.problem, block.divisor, block.fresh = scaled, block.fresh, block.count, None
-        for block, damping in zip(blocks, dampings, strict=True):
-            block.damping = damping
+        for block, own in zip(blocks, dampings, strict=True):
+            block.damping = own
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

@@ -43,11 +43,14 @@ class FullCurvature(CurvatureStore):
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         self._arrange(jacobian.shapes, self._layers(tape, jacobian))
         found = CurvatureStatistics(rows=RowStatistics([jacobian], batch.count), along=self._along(jacobian, batch))
-        for block in self.blocks:
-            if isinstance(block, ConjugateGradientBlock):
-                for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
-                    found.add_(block.factors.measure_terms(tape, dict(terms), batch.count if k == 0 else 0))
+        for block in self._iterating:
+            for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
+                found.add_(block.factors.measure_terms(tape, dict(terms), batch.count if k == 0 else 0))
         return found
+
+    @property
+    def _iterating(self) -> list[ConjugateGradientBlock]:
+        return [block for block in self.blocks if isinstance(block, ConjugateGradientBlock)]
 
     def _layers(self, tape: Tape, jacobian: Jacobian) -> list[tuple[str, ...]]:
         """The names of each block: those that there are and, of parameters that are read for the first time, theirs."""
@@ -71,7 +74,7 @@ class FullCurvature(CurvatureStore):
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        self.kind.update_all(self.blocks, [statistics] * len(self.blocks), decay)
+        self.kind.update_all(self.blocks, statistics, decay)
 
     def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Parameters that the batch did not use get zeros; RuntimeError before the first pass with a loaded state."""
@@ -107,21 +110,17 @@ class FullCurvature(CurvatureStore):
 
     def load_state_dict(self, state: dict[str, dict[str, Any]], devices: Mapping[str, torch.device]) -> None:
         super().load_state_dict(state, devices)
-        for block in self.blocks:
-            if isinstance(block, ConjugateGradientBlock):  # its factors are where their layers are
-                block.factors.load_state_dict(block.factors.state_dict(), devices)
+        for block in self._iterating:  # their factors are where the layers are
+            block.factors.load_state_dict(block.factors.state_dict(), devices)
 
     def summed_blocks(self) -> list[Block]:
         """The blocks of a preconditioner."""
-        return [
-            own for block in self.blocks if isinstance(block, ConjugateGradientBlock) for own in block.factors.blocks
-        ]
+        return [own for block in self._iterating for own in block.factors.blocks]
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        for block in self.blocks:
-            if isinstance(block, ConjugateGradientBlock):
-                own = [state for state in states if set(state["names"]) <= set(block.names)]
-                block.factors.complete(own, device)
+        for block in self._iterating:
+            own = [state for state in states if set(state["names"]) <= set(block.names)]
+            block.factors.complete(own, device)
 
 
 def _disjoint(layers: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -33,28 +33,25 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     with full_precision():
         for places in grouped([type(b) for b in seen]):
             alike = [seen[k] for k in places]
-            kind = type(alike[0])
             failed: list[Block] = []
-            if not _succeeds(kind, alike, share, damping, due):
-                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping, due)]
+            if not _succeeds(alike, share, damping, due):
+                failed = [b for b in alike if len(alike) == 1 or not _succeeds([b], share, damping, due)]
             for block in alike:
                 block.failures = block.failures + 1 if block in failed else 0
             for block in failed:
-                _rescue(kind, block, share, damping)
+                _rescue(block, share, damping)
 
 
-def _succeeds(
-    kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None, due: Due | None = None
-) -> bool:
+def _succeeds(blocks: Sequence[Block], share: float, damping: float | None, due: Due | None = None) -> bool:
     """Prepare blocks of one class together; where a decomposition fails, they stay as they were."""
     try:
-        kind.invert(blocks, share, damping, due or {})
+        blocks[0].invert(blocks, share, damping, due or {})
     except torch.linalg.LinAlgError:
         return False
     return True
 
 
-def _rescue(kind: type[Block], block: Block, share: float, damping: float | None) -> None:
+def _rescue(block: Block, share: float, damping: float | None) -> None:
     if block.failures >= MAX_FAILURES:
         raise torch.linalg.LinAlgError(
             f"{', '.join(block.names)}: no decomposition of the curvature succeeded, {MAX_FAILURES} times in a row, "
@@ -65,6 +62,6 @@ def _rescue(kind: type[Block], block: Block, share: float, damping: float | None
         return
     count_recovery("diagonal")
     with block.without_correlations():
-        is_ready = _succeeds(kind, [block], share, damping)
+        is_ready = _succeeds([block], share, damping)
     if not is_ready:
         raise torch.linalg.LinAlgError(f"{', '.join(block.names)}: the diagonal of the curvature cannot be inverted")

@@ -10,7 +10,6 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,23 +80,24 @@ class KroneckerBlock(Block):
             return None
         for reading, parts in readings.items():
             moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
-            found.activations[reading] = here.side(reading.activation_side, moment), number
-            found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
+            found.activations[reading] = here.side(not reading.flipped, moment), number
+            found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
         return found
 
     @staticmethod
     def measure_all(
-        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
+        blocks: Sequence[Any], terms: Sequence[Sequence[Any]], samples: float, rank: int = 0, world_size: int = 1
     ) -> list[Any]:
         """Small blocks of one layout are measured as the groups of one."""
         found: dict[int, Any] = {}
-        for alike in grouped([_form(block, own) for block, own in zip(blocks, terms, strict=True)]):
+        for alike in grouped([block.joint_form(own) for block, own in zip(blocks, terms, strict=True)]):
             if len(alike) == 1:
                 found[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
                 continue
             own = [blocks[k] for k in alike]
-            joint = own[0].joined(own)
-            term = _side_by_side([terms[k][0] for k in alike], joint.scheme.arrangement.shapes[0])
+            joint, first = own[0].joined(own), terms[alike[0]][0]
+            a, b = (torch.cat([getattr(terms[k][0], side) for k in alike], 2) for side in "ab")
+            term = OuterProduct(a, b, joint.scheme.arrangement.shapes[0], independent=first.independent)
             whole = joint.measure([term], samples, rank, world_size)
             found |= dict(zip(alike, [None] * len(own) if whole is None else whole.parts(own), strict=True))
         return [found[k] for k in range(len(blocks))]
@@ -108,10 +108,15 @@ class KroneckerBlock(Block):
         is_matrix = here.groups == 1 and set(map(len, here.shapes)) == {2}
         return is_matrix and self.scheme.kinds[1 if here.order == (1, 0) else 0].is_diagonal
 
-    @property
-    def joint_form(self) -> Any:
-        """What has to be equal for blocks to be `joined`, beside their schemes; None if this one cannot be."""
-        return ()
+    def joint_form(self, terms: Sequence[Term]) -> Any:
+        """Equal for blocks and terms that can be measured side by side; None if these cannot, or need not."""
+        first = terms[0]
+        if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
+            return None
+        is_plain = self.scheme.arrangement.order is None and not any(kind.takes_rows for kind in self.scheme.kinds)
+        is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
+        both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
+        return (self.scheme, first.independent, *both) if is_plain and is_small else None
 
     @staticmethod
     def joined(blocks: Sequence[Any]) -> Any:
@@ -136,12 +141,11 @@ class KroneckerBlock(Block):
         super().load_results(results)
         self._load_inverse(results["inverse"])
 
-    def means(self, statistics: Any) -> kronecker.Product | None:
-        is_seen = statistics.samples and statistics.backprops
-        return statistics.factors(1 / statistics.samples) if is_seen else None
-
-    def traces_of(self, means: kronecker.Product) -> list[Tensor]:
-        return [side.diagonal().sum() for side in means]
+    def means(self, statistics: Any) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
+        if not statistics.samples or not statistics.backprops:
+            return None
+        means = statistics.factors(1 / statistics.samples)
+        return means, [side.diagonal().sum() for side in means], []
 
     def update(
         self, statistics: Any, means: kronecker.Product, decay: float, weight: float
@@ -151,10 +155,6 @@ class KroneckerBlock(Block):
         self.row_side, self.column_side = now
         self.updates += 1
         return [change(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
-
-    @property
-    def is_ready(self) -> bool:
-        return self.inverse is not None
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
@@ -208,14 +208,10 @@ class KroneckerBlock(Block):
         return dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
 
     @property
-    def dimension(self) -> int:
-        return self.scheme.arrangement.dimension
-
-    @property
     def expected_bytes(self) -> int:
         here, groups = self.scheme, self.scheme.arrangement.groups
-        sides = zip(here.kinds, here.block_sizes, strict=True)
-        return sum(kind.most_entries(groups, sizes) for kind, sizes in sides) * here.dtype.itemsize
+        each = (kind.most_entries(groups, here.block_sizes(k)) for k, kind in enumerate(here.kinds))
+        return sum(each) * here.dtype.itemsize
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -227,30 +223,10 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.sides is None:
             return "not seen yet"
-        matrices = () if self.inverse is None else (self.inverse.rows, self.inverse.columns)
-        few = [None if matrix.directions is None else matrix.directions.shape[2] for matrix in matrices]
-        rows, columns = (
-            side.describe() + ("" if rank is None else f" by {rank} eigenvalues")
-            for side, rank in itertools.zip_longest(self.sides, few)
-        )
+        sides = [side.describe() for side in self.sides]
+        for k, matrix in enumerate((self.inverse.rows, self.inverse.columns) if self.inverse is not None else ()):
+            if isinstance(matrix, kronecker.LowRankMatrix):
+                sides[k] += f" by {matrix.entries.shape[2]} eigenvalues"
+        rows, columns = sides
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
-
-
-def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
-    """Equal for blocks and terms that can be measured side by side; None if these cannot, or need not."""
-    first = terms[0]
-    if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
-        return None
-    form = block.joint_form
-    has_moments = not any(kind.takes_rows for kind in block.scheme.kinds)
-    is_plain = block.scheme.arrangement.order is None and has_moments and form is not None
-    is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
-    both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
-    return (block.scheme, form, first.independent, *both) if is_plain and is_small else None
-
-
-def _side_by_side(terms: Sequence[Any], shape: tuple[int, ...]) -> OuterProduct:
-    """Terms of one layout as those of the groups of one layer."""
-    a, b = (torch.cat([getattr(term, side) for term in terms], 2) for side in "ab")
-    return OuterProduct(a, b, shape, independent=terms[0].independent)

@@ -98,8 +98,12 @@ class LeastSquares:
     def prepare_all(problems: Sequence[LeastSquares], dampings: Sequence[Damping]) -> None:
         """`prepare` several; the host asks once whether dampings exceed rounding, and whether all have succeeded."""
         new = [(own, d) for own, d in zip(problems, dampings, strict=True) if not _is_same(own._last, d)]
-        open_ones = ((own, d) for own, d in new if own._spectrum is None and (isinstance(d, Tensor) or d > 0))
-        tried = [(own, d, *own._tried(d)) for own, d in open_ones]
+        tried = []
+        for own, d in new:
+            if own._spectrum is None and (isinstance(d, Tensor) or d > 0):
+                damped = own.matrix.clone()
+                damped.diagonal().add_(d)
+                tried.append((own, d, *try_cholesky(damped)))
         told = look([flag for own, d, _, ok in tried for flag in (own._is_large(d), ok)])
         for own, d in new:
             own._last, own._root = d, None
@@ -110,12 +114,6 @@ class LeastSquares:
         for own in problems:
             if own._root is None:
                 _ = own.spectrum
-
-    def _tried(self, damping: Damping) -> tuple[Tensor, Tensor]:
-        """The Cholesky root for a damping, and whether that has succeeded."""
-        damped = self.matrix.clone()
-        damped.diagonal().add_(damping)
-        return try_cholesky(damped)
 
     def _solved(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # its precision may differ from that of the parameters

@@ -16,7 +16,6 @@ Indices: n sample, t place, i input, o output.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import KroneckerSumInverse, Pair, at_least_float32, invert_kronecker_sums
+from curvature.kronecker import KroneckerSumInverse, Pair, invert_kronecker_sums
 from curvature.linalg import full_precision, to_host
 from curvature.operators import Named
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
@@ -32,41 +31,27 @@ from curvature.terms import DenseGradients, OuterProduct, Term, contractions, su
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """A block of ``J^T J``: a weight (o, i), with its bias as the last input, or one parameter by its diagonal.
+    """A block of ``J^T J``: a weight (o, i), with its bias as the last input, or one parameter by its diagonal."""
 
-    Attributes:
-        names: the weight, and its bias if that is one more input of it.
-        pairs: a Kronecker product (B, A) for each piece that depends on the weight.
-        diagonal: the exact diagonal, of the parameter's shape, if there are no products.
-        reason: why there are none, or why a bias has a block of its own.
-    """
-
-    names: tuple[str, ...]
-    pairs: Sequence[Pair] = ()
-    diagonal: Tensor | None = None
-    reason: str = ""
+    names: tuple[str, ...]  # the weight, and its bias if that is one more input of it
+    pairs: Sequence[Pair] = ()  # a Kronecker product (B, A) for each piece that depends on the weight
+    diagonal: Tensor | None = None  # the exact one, of the parameter's shape, if there are no products
+    reason: str = ""  # why there are none, or why a bias has a block of its own
 
     def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
         """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sums`."""
-        if self.pairs:
-            return invert_kronecker_sums([self.pairs], damping)[0]
-        assert self.diagonal is not None
-        if not self.diagonal.numel():
-            return self.diagonal
-        floor = torch.finfo(self.diagonal.dtype).eps * self.diagonal.amax()
-        return 1 / (self.diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
+        return residual_inverses([self], damping)[0]
 
     def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
         """The solution for each parameter of the block, in its own shape."""
-        weight, *bias = (right[name] for name in self.names)
+        parts = [right[name] for name in self.names]
         if isinstance(inverse, Tensor):
-            return {self.names[0]: (weight.to(inverse.dtype) * inverse).to(weight.dtype)}
-        x = weight.reshape(len(inverse.rows), -1)
-        x = torch.cat([x, bias[0].reshape(-1, 1)], 1) if bias else x
-        found = inverse.solve(x.to(inverse.rows.dtype)).to(weight.dtype)
-        if not bias:
-            return {self.names[0]: found.reshape(weight.shape)}
-        return {self.names[0]: found[:, :-1].reshape(weight.shape), self.names[1]: found[:, -1].reshape(bias[0].shape)}
+            return {self.names[0]: (parts[0].to(inverse.dtype) * inverse).to(parts[0].dtype)}
+        matrices = [part.reshape(len(inverse.rows), -1) for part in parts]
+        x = torch.cat(matrices, 1) if len(matrices) > 1 else matrices[0]
+        found = inverse.solve(x.to(inverse.rows.dtype)).to(parts[0].dtype)
+        each = zip(self.names, found.split([own.shape[1] for own in matrices], 1), parts, strict=True)
+        return {name: u.reshape(part.shape) for name, u, part in each}
 
     @property
     def structure(self) -> str:
@@ -85,7 +70,14 @@ class ResidualBlock:
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
     """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
-    return [next(sums) if block.pairs else block.inverse(damping) for block in blocks]
+    return [next(sums) if block.diagonal is None else _inverted(block.diagonal, damping) for block in blocks]
+
+
+def _inverted(diagonal: Tensor, damping: float) -> Tensor:
+    if not diagonal.numel():
+        return diagonal
+    floor = torch.finfo(diagonal.dtype).eps * diagonal.amax()
+    return 1 / (diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
 
 
 @full_precision()
@@ -114,10 +106,8 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
         names, at = ((name,), [None] * len(own)) if bias is None else ((name, bias), places[name, bias])
         taken |= set(names)
         whole = own if bias is None else [_append_bias(*pair) for pair in zip(own, at, strict=True)]
-        # those with a trace above zero
-        some = itertools.compress(whole, itertools.starmap(_is_positive, zip(sizes[name], at, strict=True)))
-        pairs = [kronecker_pair(read) for read in some]
-        if pairs:
+        each = zip(whole, sizes[name], at, strict=True)
+        if pairs := [_kronecker_pair(read) for read, size, place in each if _is_positive(size, place)]:
             found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
@@ -128,25 +118,19 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
 
 
-def kronecker_pair(read: OuterProduct) -> Pair:
+def _kronecker_pair(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
-    a, b = _matrices(read)
-    alpha, beta = _squares(read)
+    a, b, alpha, beta = _with_squares(read)
     size = (alpha * beta).sum().sqrt().clamp(min=torch.finfo(a.dtype).tiny)
     left = (a * (beta / (len(a) * size)).sqrt()[:, None]).flatten(0, 1)
     right = (b * (alpha / size).sqrt()[:, None]).flatten(0, 1)
     return right.mT @ right, left.mT @ left
 
 
-def _matrices(read: OuterProduct) -> tuple[Tensor, Tensor]:
-    """Activations (n, t, i) and backprops (n, t, o)."""
-    return read.a[:, :, 0].to(at_least_float32(read.a.dtype)), read.b[:, :, 0].to(at_least_float32(read.b.dtype))
-
-
-def _squares(read: OuterProduct) -> tuple[Tensor, Tensor]:
-    """alpha (t,) and beta (t,), as written above."""
-    a, b = _matrices(read)
-    return a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
+def _with_squares(read: OuterProduct) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Activations (n, t, i) and backprops (n, t, o), and alpha (t,) and beta (t,) as written above."""
+    a, b = (x[:, :, 0].to(torch.promote_types(x.dtype, torch.float32)) for x in (read.a, read.b))
+    return a, b, a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
 
 
 def _read(terms: Sequence[Term]) -> OuterProduct | None:
@@ -183,7 +167,8 @@ def _places_and_sizes(
                 torch.cat([own.any()[None], (read.b[:, :, 0] == own[:, None]).all(2).all(0)])
                 for read, own in zip(reads[name], rows, strict=True)
             ]
-    sizes = [torch.stack([alpha * beta, beta]) for own in reads.values() for alpha, beta in map(_squares, own)]
+    squares = (_with_squares(read)[2:] for own in reads.values() for read in own)
+    sizes = [torch.stack([alpha * beta, beta]) for alpha, beta in squares]
     numbers = iter(to_host([*flags, *sizes]))
     found: Places = {}
     for name, other in pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,14 @@ from curvature.terms import Term, row_ranges
 RowRange = tuple[int, int]  # the first row, and the one after the last
 
 
-def _summed(name: str) -> Any:
-    """The sum of what the parts of a `RowRangeBlock` have."""
-    return property(lambda self: sum(getattr(part, name) for part in self.leaves))
+def _of_parts(name: str, together: Callable[[Iterator[Any]], Any]) -> Any:
+    """What the parts of a `RowRangeBlock` have together."""
+    return property(lambda self: together(getattr(part, name) for part in self.leaves))
+
+
+def _largest(drifts: Iterator[Tensor | None]) -> Tensor | None:
+    known = [own for own in drifts if own is not None]
+    return torch.cat(known).amax()[None] if known else None
 
 
 class RowRangeBlock(Block):
@@ -37,32 +42,11 @@ class RowRangeBlock(Block):
     def leaves(self) -> list[Block]:
         return list(self.parts.values())
 
-    @property
-    def drift(self) -> Tensor | None:
-        known = [part.drift for part in self.leaves if part.drift is not None]
-        return torch.cat(known).amax()[None] if known else None
-
-    @drift.setter
-    def drift(self, value: Tensor | None) -> None:
-        """That of its parts."""
-
-    @property
-    def updates(self) -> int:
-        return max(part.updates for part in self.leaves)
-
-    @updates.setter
-    def updates(self, value: int) -> None:
-        """That of its parts."""
-
     def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
         found = {(own.start, own.stop): own.terms for own in row_ranges(terms)}
         if found.keys() - self.parts.keys():
             return []
         return [(self.parts[rows], own) for rows, own in found.items()]
-
-    @property
-    def is_ready(self) -> bool:
-        return all(part.is_ready for part in self.leaves)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         found = [part.solve([g[slice(*rows)] for g in gradients]) for rows, part in self.parts.items()]
@@ -78,7 +62,8 @@ class RowRangeBlock(Block):
         each = zip(self.names, last.parameter_shapes.values(), strict=True)
         return {name: (rows, *shape[1:]) for name, shape in each}
 
-    dimension, bytes, expected_bytes, outliers = map(_summed, ("dimension", "bytes", "expected_bytes", "outliers"))
+    bytes, expected_bytes, outliers = (_of_parts(name, sum) for name in ("bytes", "expected_bytes", "outliers"))
+    updates, is_ready, drift = _of_parts("updates", max), _of_parts("is_ready", all), _of_parts("drift", _largest)
 
     @property
     def costs(self) -> tuple[float, ...]:

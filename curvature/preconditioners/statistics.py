@@ -14,34 +14,22 @@ from curvature.preconditioners.block import BlockStatistics
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What is known of a recorded pass, beside what it computed.
+    """What is known of a recorded pass, beside what it computed."""
 
-    Attributes:
-        count: number of samples.
-        rank, world_size: this process, and the number of processes that share the batch.
-        displacement: of parameters, by name, along which to measure changes, too.
-        independent: whether all entries of the vectors that are sent back are independent, with mean zero.
-    """
-
-    count: int
-    rank: int = 0
-    world_size: int = 1
-    displacement: Mapping[str, Tensor] = field(default_factory=dict)
-    independent: bool = False
+    count: int  # of samples
+    rank: int = 0  # this process
+    world_size: int = 1  # the number of processes that share the batch
+    displacement: Mapping[str, Tensor] = field(default_factory=dict)  # by name, along which to measure changes, too
+    independent: bool = False  # whether all entries of the vectors sent back are independent, with mean zero
 
 
 @dataclass
 class RowStatistics:
-    """Rows ``v^T J`` of the Jacobian of all parameters.
+    """Rows ``v^T J`` of the Jacobian of all parameters."""
 
-    Attributes:
-        parts: the rows of each pass.
-        times: factor by which the vectors are yet to be multiplied.
-    """
-
-    parts: list[Jacobian]
+    parts: list[Jacobian]  # of each pass
     samples: float
-    times: float = 1.0
+    times: float = 1.0  # factor by which the vectors are yet to be multiplied
 
     @property
     def shapes(self) -> Any:

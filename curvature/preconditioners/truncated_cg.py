@@ -37,12 +37,12 @@ class ConjugateGradientBlock(FullBlock):
         self.factors = BlockDiagonalCurvature()
 
     @staticmethod
-    def update_all(blocks: Sequence[Any], statistics: Sequence[CurvatureStatistics], decay: float) -> None:
+    def update_all(blocks: Sequence[Any], statistics: CurvatureStatistics, decay: float) -> None:
         before = [block.updates for block in blocks]
         FullBlock.update_all(blocks, statistics, decay)
-        for block, own, updates in zip(blocks, statistics, before, strict=True):
+        for block, updates in zip(blocks, before, strict=True):
             if block.updates > updates:
-                block.factors.update_average(own, decay)
+                block.factors.update_average(statistics, decay)
 
     def summarize(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()
@@ -63,18 +63,16 @@ class ConjugateGradientBlock(FullBlock):
             return jacobian.flat(jacobian.transposed(jacobian.times(jacobian.split(v)))) / count + damping * v
 
         def precondition(v: Tensor) -> Tensor:
-            return jacobian.flat(self._preconditioned(jacobian.split(v)))
+            named = jacobian.split(v)
+            for block in self.factors.blocks:
+                if block.is_ready and all(name in named for name in block.names):
+                    named |= dict(zip(block.names, block.solve([named[name] for name in block.names]), strict=True))
+            return jacobian.flat(named)
 
         right = jacobian.flat(gradient)
         start = None if self.last is None else WARM_START_FACTOR * self.last.to(right)
         self.last, self.iterations = truncated_conjugate_gradient(product, right, start, precondition)
         return jacobian.split(self.last.clone())  # the step scales the solution in place
-
-    def _preconditioned(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        for block in self.factors.blocks:
-            if block.is_ready and all(name in named for name in block.names):
-                named |= dict(zip(block.names, block.solve([named[name] for name in block.names]), strict=True))
-        return named
 
     @property
     def is_ready(self) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import curvature.kronecker.factors
 from curvature.kronecker import second_moments
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme, at_least_one
-from curvature.kronecker.statistics import merge_products
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme
+from curvature.kronecker.statistics import divisor, merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
 from support.cases.case import Raw
@@ -210,8 +210,9 @@ def test_tables(name: str, sharing: str):
 
 def product_of(scheme: Scheme, reading: Reading, terms: Sequence[Affine], weights: Tensor | None = None) -> Product:
     moment, number = scheme.activations(terms)
-    backprops = scheme.side(reading.backprop_side, scheme.backprops([terms], weights=weights))
-    return reading.product(scheme.side(reading.activation_side, moment).scaled(1 / at_least_one(number)), backprops)
+    backprops = scheme.side(reading.flipped, scheme.backprops([terms], weights=weights))
+    activations = scheme.side(not reading.flipped, moment).scaled(1 / divisor(number, moment))
+    return (activations, backprops) if reading.flipped else (backprops, activations)
 
 
 def test_a_batch_of_frozen_rows_has_no_curvature():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.kronecker import KroneckerInverse
+from curvature.kronecker import KroneckerInverse, LowRankMatrix
 from curvature.kronecker.inverses import factored_inverses
 from curvature.kronecker.sides import DenseSide
 from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverses
@@ -117,8 +117,8 @@ def test_sides_of_an_inverse():
     (first,) = factored_inverses([product], DAMPING, [None], [True], BOTH)
     (found,) = factored_inverses([product], DAMPING, [first], [False], BOTH)
     (whole,) = factored_inverses([product], DAMPING, [None], [False], BOTH)
-    assert first.rows.directions.shape == found.rows.directions.shape
-    assert all(x.directions is None for x in (found.columns, whole.rows, whole.columns))
+    assert isinstance(found.rows, LowRankMatrix) and first.rows.entries.shape == found.rows.entries.shape
+    assert not any(isinstance(x, LowRankMatrix) for x in (found.columns, whole.rows, whole.columns))
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
     vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
