@@ -71,17 +71,11 @@ class DiagonalBlock(Block):
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
 
-    @property
-    def smoothed(self) -> Tensor:
-        """Values shrunk towards their mean, since a few random vectors determine single entries badly."""
-        assert self.values is not None
-        return self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
-
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         for block in blocks:
             own = share * nonzero_or_one(block.mean_eigenvalue) if damping is None else damping
-            block.inverse = 1 / (block.smoothed + own)
+            block.inverse = 1 / (block.values + own)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.solve_all([self], [gradients])[0]

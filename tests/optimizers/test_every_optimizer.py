@@ -12,7 +12,7 @@ from torch import nn
 
 from curvature import exact
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.habits import flat
 from support.training import task, train, train_by_closure
 
@@ -43,6 +43,18 @@ def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str, dev
     train(model, opt, nn.MSELoss(), x, y, 1)
     direction = nn.functional.cosine_similarity(flat(model) - before, minimum - before, dim=0)
     assert direction > 1 - 1e-6
+
+
+@pytest.mark.training_run
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_curvature_of_raw_parameters_may_span_eight_decades(optimizer: Callable[..., Any], device: str) -> None:
+    """The damping says from where on directions count as flat."""
+    scales = torch.logspace(-2, 2, 9).to(device)
+    with seeded(0):
+        model, x = Raw(lambda m, x: m.p * scales * x, p=nn.Parameter(torch.ones(9))), torch.randn(64, 9)
+    model, x = model.to(device), x.to(device)
+    train(model, optimizer(model, damping=1e-6), nn.MSELoss(), x, torch.zeros_like(x), 150)
+    assert float(model.p.detach().abs().max()) < 1e-3
 
 
 @pytest.mark.training_run

@@ -173,7 +173,7 @@ def test_diagonal_is_exact_with_all_vectors(device):
         assert isinstance(block, DiagonalBlock) and block.reason and block.values is not None
         close(block.values, j.square().sum(1).mean(0))
         invert([block], 0.0, 0.1)
-        close(block.solve([j[0, 0]])[0], j[0, 0] / (block.smoothed + 0.1))
+        close(block.solve([j[0, 0]])[0], j[0, 0] / (block.values + 0.1))
         close(block.mean_eigenvalue, block.values.mean())
 
 
