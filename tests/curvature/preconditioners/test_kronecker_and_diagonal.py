@@ -286,12 +286,3 @@ def test_statistics_add_up_over_processes(kind: str):
     for one, several in zip(*found[:2], strict=True):
         close(several, one)
     close(found[2][0], 9 * found[0][0])
-
-
-def test_a_diagonal_is_shrunk_towards_its_mean_at_first():
-    """By a third of the way after four batches: 1 / (1 + 4 / 2)."""
-    block = DiagonalBlock("p", (3,), torch.float64, "")
-    block.values, block.updates = torch.tensor([0.0, 3.0, 6.0], dtype=torch.float64), 4
-    invert([block], 0.0, 0.5)
-    (found,) = block.solve([torch.ones(3, dtype=torch.float64)])
-    torch.testing.assert_close(1 / found, torch.tensor([1.5, 3.5, 5.5], dtype=torch.float64))
