@@ -75,7 +75,9 @@ class DiagonalBlock(Block):
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         for block in blocks:
             own = share * nonzero_or_one(block.mean_eigenvalue) if damping is None else damping
-            block.inverse = 1 / (block.values + own)
+            damped = block.values + own
+            # without damping, what has shown no curvature stays where it is: the pseudo-inverse
+            block.inverse = torch.where(damped > torch.finfo(damped.dtype).tiny ** 0.5, 1 / damped, 0.0)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.solve_all([self], [gradients])[0]

@@ -286,3 +286,11 @@ def test_statistics_add_up_over_processes(kind: str):
     for one, several in zip(*found[:2], strict=True):
         close(several, one)
     close(found[2][0], 9 * found[0][0])
+
+
+def test_entries_without_curvature_stay_where_they_are_if_there_is_no_damping():
+    block = DiagonalBlock("p", (3,), torch.float64, "")
+    block.values, block.updates = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64), 1
+    for damping, expected in ((0.0, [0.0, 0.5, 0.25]), (1.0, [1.0, 1 / 3, 0.2])):
+        invert([block], 0.05, damping)
+        close(block.solve([torch.ones(3, dtype=torch.float64)])[0], torch.tensor(expected, dtype=torch.float64))
