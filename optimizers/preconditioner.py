@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from curvature.linalg import PRODUCTS, cat, full_precision
+from curvature.linalg import PRODUCTS, ByDevice, cat, full_precision
 from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import warn_once
@@ -27,7 +28,8 @@ WITHOUT_CURVATURE = (
     "the model that the optimizer was given, after making the optimizer, have it return its outputs, and call it "
     "on the batch, not inside torch.func transforms such as vmap"
 )
-MOST_WORK = 2e7  # operations of inverting blocks together: more would save no calls, and takes more memory
+# operations of inverting blocks together: more would save no calls, and takes more memory
+MOST_WORK = ByDevice(2 * 10**7, 2 * 10**10)
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -97,7 +99,7 @@ class Preconditioner:
             self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
             self._note_seen(found, trained)
         with self.monitor.timed("inverses"):
-            inverted = self.invert_due(options)
+            inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
         self.recorder.outputs.update(found.outputs, found.curvature.along)
         return Renewal(is_renewal, inverted)
 
@@ -122,7 +124,7 @@ class Preconditioner:
             not any(trained.keys() >= set(block.names) for block in left),
         )
 
-    def invert_due(self, options: Options) -> int:
+    def _invert_due(self, options: Options, device: torch.device) -> int:
         """Invert the blocks that are due; returns their number."""
         step, workers = self.monitor.steps, self.team.workers
         blocks = [b for b in self.blocks if b.updates]
@@ -139,7 +141,7 @@ class Preconditioner:
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
-            for some in _in_parts(alike, costs):
+            for some in _in_parts(alike, costs, MOST_WORK.at(device)):
                 invert(some, DAMPING_SHARE, damping, sides)
         workers.exchange(due)
         for b in due:
@@ -187,14 +189,14 @@ class Preconditioner:
             return self.solver(vector)
 
 
-def _in_parts(blocks: Sequence[Block], costs: Mapping[str, Sequence[float]]) -> list[list[Block]]:
-    """Blocks one after the other in parts, each of at most `MOST_WORK` operations or of one block."""
+def _in_parts(blocks: Sequence[Block], costs: Mapping[str, Sequence[float]], most: float) -> list[list[Block]]:
+    """Blocks one after the other in parts, each of at most so many operations or of one block."""
     parts: list[list[Block]] = []
     work = math.inf
     for block in blocks:
         cost = sum(costs[block.names[0]])
         work += cost
-        if work > MOST_WORK:
+        if work > most:
             parts.append([])
             work = cost
         parts[-1].append(block)

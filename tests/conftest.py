@@ -1,7 +1,7 @@
 """Where every test gets its device from: the CPU, and CUDA where there is one; DEVICE names a single one.
 
-DEVICE=sim is the simulated accelerator (`make test-device`), on which only the tests run that take a device, with
-torch's own settings of precision.
+On a device that DEVICE names only the tests run that take one. DEVICE=sim is the simulated accelerator
+(`make test-device`), with torch's own settings of precision.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MISSING = ""  # why there is no simulated device
 torch.set_num_threads(1)
 if not SIMULATED:
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True  # runs are compared, and its other kernels add up in any order
 else:
     try:
         importlib.import_module("support.simulated_device.simdev")  # registers it
@@ -50,8 +51,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that takes no device says nothing new on the simulated one."""
-    if SIMULATED:
+    """A test that takes no device says nothing new on an accelerator."""
+    if DEVICES != AVAILABLE and DEVICES != ["cpu"]:
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]

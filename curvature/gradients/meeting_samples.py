@@ -122,6 +122,7 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
     cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
     output, end = run(batch)
     whole = _rows(output, everything, batch)
+    has_drawn = start.random.differs(end.states)
     for kept, other, places in cases:
         try:
             found, other_end = run(other)
@@ -133,11 +134,13 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
         unit = whole if other.count == 1 else None
         if not _differ(_rows(output, kept, batch), _rows(found, places, other), unit):
             continue
-        if other.count == 1 and end.differs(other_end.states):  # nor would a gradient show what goes by place
+        # an accelerator may go as far in its random numbers for fewer samples, and yet draw others for them
+        are_redrawn = end.differs(other_end.states) or has_drawn and other.count != batch.count
+        if other.count == 1 and are_redrawn:  # nor would a gradient show what goes by place
             continue
         if _differ(whole, _rows(run(batch)[0], everything, batch)):
             return UNSTEADY
-        if not end.differs(other_end.states):
+        if not are_redrawn:
             both = zip(_outputs_of_modules(batch, kept, run), _outputs_of_modules(other, places, run), strict=False)
             return next((name for (name, a), (again, b) in both if name == again and _differ(a, b)), "model")
         if _depends_on_others(batch, kept, start):  # other draws: how many they are depends on the data

@@ -25,7 +25,7 @@ def terms_by_parameter(
     If `is_precise`, they are in the precision of the parameters at least.
     """
     of_uses: list[UseTerms] = [
-        None if use.names <= skip else _terms_of_use(use, b, own)
+        None if b is None or use.names <= skip else _terms_of_use(use, b, own)
         for use, b, own in zip(tape.uses, backprops, layouts, strict=True)
     ]
     terms: Terms = {}
@@ -65,8 +65,8 @@ def zeros(tape: Tape, name: str, count: int) -> DenseGradients:
     return DenseGradients(tensor.detach().new_zeros(count, *tensor.shape))
 
 
-def _terms_of_use(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> UseTerms:
-    if b is None or b.is_complex() or any(node.tensor.is_complex() for node in use.slots.values()):
+def _terms_of_use(use: Use, b: Tensor, layouts: Iterable[Layout]) -> UseTerms:
+    if b.is_complex() or any(node.tensor.is_complex() for node in use.slots.values()):
         return None  # the rules do not conjugate
     for layout in layouts:
         terms: dict[str, Term] = {}
@@ -146,7 +146,8 @@ def weighted_gradients(
     """
     total = torch.zeros_like(node.tensor)
     for use in node.uses:
-        by_argument = None if use.results else _terms_of_use(use, backprops[use.index], layouts[use.index])
+        b = backprops[use.index]
+        by_argument = None if use.results or b is None else _terms_of_use(use, b, layouts[use.index])
         for slot, term in (by_argument or {}).items():
             if use.slots[slot] is node:
                 of_samples = weights if len(term) == len(weights) else weights.new_ones(len(term))

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from curvature.linalg import eigenvalues_of, matmul, own_precision
+from curvature.linalg import ByDevice, eigenvalues_of, matmul, own_precision
 
-STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
+STACKED_MAX_SIDE = ByDevice(256, 4096)  # rows up to which copying inverses costs less than a call for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Matrix:
     @property
     def form(self) -> Hashable:
         """Equal for matrices that can be stacked; None if this one cannot, or is so large that it does not pay."""
-        is_small = self.entries.shape[-1] <= STACKED_MAX_SIDE
+        is_small = self.entries.shape[-1] <= STACKED_MAX_SIDE.at(self.entries.device)
         return (type(self), self.entries.shape, self.entries.device) if is_small else None
 
     def outlined(self, values: Tensor) -> tuple[Tensor, Matrix]:

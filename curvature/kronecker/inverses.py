@@ -15,7 +15,8 @@ from curvature.kronecker.factors import Product
 from curvature.kronecker.sides import Side, nonzero_or_one
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
-JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
+# rows up to which matrices are inverted together: memory for several of a larger one counts
+JOINED_MAX_SIDE = linalg.ByDevice(512, 1024)
 
 Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
 
@@ -43,7 +44,8 @@ def factored_inverses(
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
         known, other = before[k // 2], products[k // 2][1 - k % 2]
-        is_large = linalg.LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+        least = linalg.LOW_RANK_MIN_SIZE.at(side.entries.device)
+        is_large = least <= side.size < LOW_RANK_MAX_ASPECT * other.size
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last
@@ -114,11 +116,12 @@ def _squared_products(new: applied.Matrix, old: applied.Matrix, dtype: torch.dty
     return applied.DenseMatrix((one.to(dtype).mT @ other.to(dtype)).square())
 
 
-def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[tuple[Side, list[int]]]:
+def _stacks(sides: Mapping[int, Side], largest: linalg.ByDevice | None = None) -> Iterator[tuple[Side, list[int]]]:
     """Sides of one form together, with their keys; those with larger diagonal blocks alone."""
     groups: dict[Any, list[int]] = {}
     for k, side in sides.items():
-        form = (side.form, k) if max(side.sizes) > largest else side.form
+        is_larger = largest is not None and max(side.sizes) > largest.at(side.entries.device)
+        form = (side.form, k) if is_larger else side.form
         groups.setdefault(form, []).append(k)
     for first, *others in groups.values():
         yield sides[first].stacked([sides[k] for k in others]), [first, *others]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvature.linalg import ByDevice
 from curvature.terms import IndexedRows, sum_in_place
 
 WHOLE_ELEMENTS = 1 << 19  # more are squared in parts, which take less memory
 PARTS = 4
-# Size from which a symmetric product is computed in parts
-SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_MIN_ELEMENTS = 256, 128, 1 << 16
+# Size from which a symmetric product is computed in parts; never on an accelerator
+SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_MIN_ELEMENTS = 256, 128, ByDevice(1 << 16, sys.maxsize)
 SYMMETRIC_PARTS = 4
-BLOCK_ELEMENTS = 1 << 19  # of a moment that are computed at a time where its rows are not next to each other
+# of a moment that are computed at a time where its rows are not next to each other
+BLOCK_ELEMENTS = ByDevice(1 << 19, sys.maxsize)
 ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
 MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
 ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so many
@@ -49,7 +52,7 @@ def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
     if _is_large(rows):
         _fill_symmetric(own, left, right)
     else:
-        size = max(1, BLOCK_ELEMENTS // d)
+        size = max(1, BLOCK_ELEMENTS.at(rows.device) // d)
         for start in range(0, d, size):
             torch.bmm(left[:, start : start + size], right, out=own[:, start : start + size])
     found[:, -1, :-1] = found[:, :-1, -1] = value * rows.sum(0)
@@ -59,7 +62,7 @@ def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
 
 def _is_large(rows: Tensor) -> bool:
     count, _, columns = rows.shape
-    is_large = count * columns >= SYMMETRIC_MIN_ELEMENTS
+    is_large = count * columns >= SYMMETRIC_MIN_ELEMENTS.at(rows.device)
     return is_large and count >= SYMMETRIC_MIN_ROWS and columns >= SYMMETRIC_MIN_COLUMNS
 
 

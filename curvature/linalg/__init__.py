@@ -25,7 +25,7 @@ from curvature.linalg.decompositions import (
     try_decompose,
     try_spd_inverse,
 )
-from curvature.linalg.devices import by_device, cat, copy_to_host_async, stack, to_device, widen, widest
+from curvature.linalg.devices import ByDevice, by_device, cat, copy_to_host_async, stack, to_device, widen, widest
 from curvature.linalg.differences import contradicts_differences, hides_second_derivatives
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import RECOVERIES, count_recovery, look, recovery_counts, to_host
@@ -41,7 +41,8 @@ from curvature.linalg.precision import (
 )
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device", "careful_spd_inverse", "cat", "cholesky",
+    "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device", "careful_spd_inverse", "cat",
+    "cholesky",
     "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async", "count_recovery", "damp_eigenvalues",
     "eigenvalue_rounding", "eigenvalues_of", "full_precision", "hides_second_derivatives",
     "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor", "own_precision", "product_rounding",

@@ -177,7 +177,12 @@ def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     def decompose() -> tuple[Tensor, ...]:
         root, error = factor()
-        return torch.cholesky_inverse(root).mT, root, error
+        if root.device.type in SHARED_MEMORY:
+            return torch.cholesky_inverse(root).mT, root, error
+        # CUDA's libraries invert from the root one matrix after the other
+        whole = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand_as(root)
+        inverse = torch.linalg.solve_triangular(root, whole, upper=False)
+        return inverse.mT @ inverse, root, error
 
     return _first_or_nan(matrix, decompose)
 

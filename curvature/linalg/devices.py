@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SHARED_MEMORY = "cpu", "mps"  # kinds of devices whose memory is that of the host
+
+
+class ByDevice(NamedTuple):
+    """A limit where the host computes, and on accelerators, which compute fast and start kernels slowly."""
+
+    host: int
+    accelerator: int
+
+    def at(self, device: torch.device) -> int:
+        return self.host if device.type in SHARED_MEMORY else self.accelerator
 
 
 def stack(parts: Iterable[Tensor]) -> Tensor:

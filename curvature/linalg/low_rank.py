@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from curvature.linalg.decompositions import matmul, psd_eighs, qr, try_orthonormal
-from curvature.linalg.devices import widen
+from curvature.linalg.devices import ByDevice, widen
 from curvature.linalg.outcomes import look
 
-LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
+LOW_RANK_MIN_SIZE = ByDevice(256, 4096)  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
 KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of the rest
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean

@@ -174,17 +174,19 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
         noise = sent if batch.independent else ()
-        places = set(map(_memory, noise))
+        memory = set(map(_memory, noise))
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
-            found.add_(self.measure_terms(tape, terms, samples, batch.rank, batch.world_size))
-            changes.update(self._changes(terms, batch))
+            found.add_(self.measure_terms(tape, terms, places, samples, batch.rank, batch.world_size))
+            changes.update(self._changes(terms, places, batch))
+
+        layouts, places = self._layouts(tape, batch.count), self.places()
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
-            terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), others)
-            terms = {name: [_told(term, places, copied) for term in own] for name, own in terms.items() if own}
+            terms, _ = terms_by_parameter(tape, backprops, layouts, others)
+            terms = {name: [_told(term, memory, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
@@ -197,10 +199,20 @@ class BlockDiagonalCurvature(CurvatureStore):
         found.along = _energies(changes)
         return found
 
-    def _changes(self, terms: Mapping[str, Sequence[Term]], batch: BatchFacts) -> dict[str, Tensor]:
+    def places(self) -> dict[str, int]:
+        """By parameter, the place of its block."""
+        return {name: k for k, block in enumerate(self.blocks) for name in block.names}
+
+    def _of(self, terms: Mapping[str, Sequence[Term]], places: Mapping[str, int]) -> list[Block]:
+        """The blocks of the parameters that have terms."""
+        return [self.blocks[k] for k in sorted({places[name] for name, own in terms.items() if own})]
+
+    def _changes(
+        self, terms: Mapping[str, Sequence[Term]], places: Mapping[str, int], batch: BatchFacts
+    ) -> dict[str, Tensor]:
         """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
         found: dict[str, Tensor] = {}
-        for block in self.blocks if batch.displacement else ():
+        for block in self._of(terms, places) if batch.displacement else ():
             names = [name for name in block.names if terms.get(name) and name in batch.displacement]
             if names and all(len(term) == batch.count for name in names for term in terms[name]):
                 pairs = ((terms[name], batch.displacement[name]) for name in names)
@@ -216,8 +228,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
-        found = self.measure_terms(tape, terms, batch.count, batch.rank, batch.world_size)
-        found.along = _energies(self._changes(terms, batch))
+        places = self.places()
+        found = self.measure_terms(tape, terms, places, batch.count, batch.rank, batch.world_size)
+        found.along = _energies(self._changes(terms, places, batch))
         return found
 
     def weighted_gradients(
@@ -229,9 +242,11 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         return weighted_gradients(tape, node, backprops, self._layouts(tape, len(weights)), weights)
 
-    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]]) -> None:
+    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], places: dict[str, int]) -> None:
         """Blocks of the parameters that have terms and no block yet."""
-        taken = {name for block in self.blocks for name in block.names}
+        if all(name in places for name, own in terms.items() if own):
+            return
+        taken = set(places)
         todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
         for name, node in todo.items():
             bias = joint_bias(tape, name)
@@ -249,6 +264,7 @@ class BlockDiagonalCurvature(CurvatureStore):
                 what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
                 reason = f"{what}; the diagonal of the curvature is used"
                 self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
+        places.update(self.places())
 
     def _kronecker_block(
         self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
@@ -279,11 +295,12 @@ class BlockDiagonalCurvature(CurvatureStore):
         return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
 
     def measure_terms(
-        self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
-    ) -> CurvatureStatistics:
-        """Statistics from the terms of one vector."""
-        self._create_blocks(tape, terms)
-        seen = [block for block in self.blocks if terms.get(block.names[0])]
+        self, tape: Tape, terms: dict[str, list[Term]], places: dict[str, int], count: int, rank: int = 0,
+        world_size: int = 1,
+    ) -> CurvatureStatistics:  # fmt: skip
+        """Statistics from the terms of one vector; `places` are those of the blocks, to which new ones are added."""
+        self._create_blocks(tape, terms, places)
+        seen = [block for block in self._of(terms, places) if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         found: dict[int, BlockStatistics | None] = {}
         with full_precision():
@@ -334,8 +351,10 @@ def _memory(x: Tensor) -> int:
 
 def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`CurvatureStatistics.along` of one vector from the changes (N,) in each block."""
-    every = {**changes, "": stack(changes.values()).sum(0)} if changes else {}
-    return {name: change.square().sum() for name, change in every.items()}
+    if not changes:
+        return {}
+    each = stack(changes.values())
+    return dict(zip([*changes, ""], torch.cat([each, each.sum(0, keepdim=True)]).square().sum(1), strict=True))
 
 
 def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:

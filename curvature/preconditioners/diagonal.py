@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.preconditioners.block import Block, Due, change
-from curvature.terms import Term
+from curvature.preconditioners.block import Block, Due, change, grouped
+from curvature.terms import Term, sum_in_place
 
 
 @dataclass
@@ -52,7 +52,7 @@ class DiagonalBlock(Block):
         for term in terms:
             g = term.gradients().to(self.dtype)
             found[len(g)] = found[len(g)] + g if len(g) in found else g
-        return DiagonalStatistics(samples, torch.stack([g.square().sum(0) for g in found.values()]).sum(0))
+        return DiagonalStatistics(samples, sum_in_place(g.square().sum(0) for g in found.values()))
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
         return DiagonalStatistics(float(sums["samples"]), sums["sum"])
@@ -73,11 +73,19 @@ class DiagonalBlock(Block):
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
-        for block in blocks:
-            own = share * nonzero_or_one(block.mean_eigenvalue) if damping is None else damping
-            damped = block.values + own
+        for places in grouped([(b.dtype, b.values.device) for b in blocks]):
+            alike = [blocks[k] for k in places]
+            damped = torch.cat([b.values.flatten() for b in alike])
+            if damping is None:
+                means = nonzero_or_one(torch.stack([b.mean_eigenvalue for b in alike]))
+                damped += torch.cat([m.expand(b.values.numel()) for m, b in zip(means, alike, strict=True)]).mul_(share)
+            else:
+                damped += damping
             # without damping, what has shown no curvature stays where it is: the pseudo-inverse
-            block.inverse = torch.where(damped > torch.finfo(damped.dtype).tiny ** 0.5, 1 / damped, 0.0)
+            whole = torch.where(damped > torch.finfo(damped.dtype).tiny ** 0.5, 1 / damped, 0.0)
+            parts = torch._foreach_mul(whole.split([b.values.numel() for b in alike]), 1.0)  # each in memory of its own
+            for block, inverse in zip(alike, parts, strict=True):
+                block.inverse = inverse.view_as(block.values)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         return self.solve_all([self], [gradients])[0]

@@ -44,8 +44,9 @@ class FullCurvature(CurvatureStore):
         self._arrange(jacobian.shapes, self._layers(tape, jacobian))
         found = CurvatureStatistics(rows=RowStatistics([jacobian], batch.count), along=self._along(jacobian, batch))
         for block in self._iterating:
+            own = block.factors
             for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
-                found.add_(block.factors.measure_terms(tape, dict(terms), batch.count if k == 0 else 0))
+                found.add_(own.measure_terms(tape, dict(terms), own.places(), batch.count if k == 0 else 0))
         return found
 
     @property

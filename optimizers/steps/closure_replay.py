@@ -49,6 +49,7 @@ class Call:
     precision: tuple[str, bool, torch.dtype]  # of autocast
     output: Any = None
     versions: Sequence[int] = ()  # of the output's tensors, when the model returned them
+    has_drawn: bool = False  # random numbers
     apart: Sequence[Tensor] | None = None  # flags () on whose truth no output depends on other samples or on chance
 
     def as_then(self) -> torch.autocast:
@@ -146,6 +147,7 @@ class Replay:
         if torch.is_grad_enabled() and not is_transformed(module):
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
+            call.has_drawn = call.before.random.differs()
             norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training]
             is_mixing = any(isinstance(m, _BatchNorm) or m.track_running_stats for m in norms)  # or buffers change
             call.apart = None if is_mixing else call.before.unchanged()
@@ -222,9 +224,11 @@ class Replay:
         leaves: list[Tensor] = []
         strides: list[int] = []
         shown: list[Any] = []
+        others: list[Call] = []  # of which these forms give another output
         with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable():  # forms with second derivatives
             for call in self.calls:
-                output, step = self._some(call, stride)
+                output, step, is_same = self._some(call, stride)
+                others += [] if is_same else [call]
                 outputs = _floats(output)
                 self._require_complete("outputs", outputs, list(parameters.values()))
                 found = changes_by_backward_passes(outputs, parameters, directions)
@@ -234,6 +238,7 @@ class Replay:
                 shown.append(map_tensors(leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
+        self._require_repeatable(others)
         loss = self._outside(shown)
         rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
         if loss is None or not _close(self.value, loss, rough):
@@ -242,25 +247,32 @@ class Replay:
         return self.mean(_products(loss, leaves, changes, strides, parameters, directions))
 
     @torch.enable_grad()
-    def _some(self, call: Call, stride: int) -> tuple[Any, int]:
-        """The model's output for every stride-th sample, and the stride: 1 if the samples cannot be separated."""
+    def _some(self, call: Call, stride: int) -> tuple[Any, int, bool]:
+        """The model's output for every stride-th sample, the stride, which is 1 if the samples cannot be separated, and
+        whether the call gave the same."""
         cut = call.cut(stride)
         if cut is not None:
             try:
                 with call.as_then():
                     output = self.model(*cut[0], **cut[1])
                 if call.agrees(_floats(output), stride):
-                    return output, stride
+                    return output, stride, True
             except Exception as error:  # of any kind: the first axis is not that of samples
                 LOG.debug("the model does not run on some samples alone: %s", error)
         with call.as_then():
             output = self.model(*call.args, **call.kwargs)
-        if not call.agrees(_floats(output), 1):
-            raise RuntimeError(
-                "closure: called again with the same input, parameters, buffers and random numbers, the "
-                "model gave another output; keep its state in buffers, and draw from torch's own random numbers"
-            )
-        return output, 1
+        return output, 1, call.agrees(_floats(output), 1)
+
+    def _require_repeatable(self, calls: Sequence[Call]) -> None:
+        """Refuse a model of which another call gives another output; fused attention drops other weights out."""
+        for call in calls:
+            with self._as_first(), torch.no_grad(), call.as_then():
+                is_same = call.has_drawn and call.agrees(_floats(self.model(*call.args, **call.kwargs)), 1)
+            if not is_same:
+                raise RuntimeError(
+                    "closure: called again with the same input, parameters, buffers and random numbers, the "
+                    "model gave another output; keep its state in buffers, and draw from torch's own random numbers"
+                )
 
     def _outside(self, shown: Sequence[Any]) -> Tensor | None:
         """The loss that the closure computes from given outputs, without running the model; None where it cannot."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from curvature.kronecker import KroneckerInverse
+from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers.solving import VectorSolver, mean_eigenvalue
 from optimizers.steps.layer_vector import LayerVector, layout_of
@@ -80,7 +81,7 @@ def test_parameters_with_options_of_their_own(kind: str, apart: set[str], device
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 def test_layers_of_one_form_whose_inverses_are_too_large_to_copy(kind: str, device: str, monkeypatch):
-    monkeypatch.setattr("curvature.kronecker.applied.STACKED_MAX_SIDE", 2)
+    monkeypatch.setattr("curvature.kronecker.applied.STACKED_MAX_SIDE", ByDevice(2, 2))
     model, blocks = curvature_of("linear", kind, None, device)
     assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
 

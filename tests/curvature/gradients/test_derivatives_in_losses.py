@@ -118,13 +118,16 @@ def test_rows(name: str, residual: Callable[..., Tensor], device: str):
     """Twice: what the first call learnt serves the second, with other points."""
     model, x, y = case(name)
     batch = (x, y) if residual is with_target else (x,)
+    # torch's kernel on CUDA takes the root of a norm in single precision
+    tolerance = 1e-6 if device.startswith("cuda") and name == "weight norm" else 1e-12
     for shift in (0.0, 0.5):
         points = (x + shift, *batch[1:])
         expected = oracle_derivatives.residual_jacobian(model, residual, *points)
         found = curvature.residual_jacobian(model.to(device), residual, *(t.to(device) for t in points))
         assert list(found) == list(expected)
         for key, rows in expected.items():
-            torch.testing.assert_close(found[key].cpu(), rows, rtol=1e-12, atol=1e-12 * max(1.0, rows.abs().max()))
+            atol = tolerance * max(1.0, rows.abs().max())
+            torch.testing.assert_close(found[key].cpu(), rows, rtol=tolerance, atol=atol)
         model.cpu()
     general = set().union(*(plan.general for plan in PLANS.get(model, {}).values()))
     assert bool(general) == (name in GENERAL), general

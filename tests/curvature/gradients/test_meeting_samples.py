@@ -72,6 +72,9 @@ APART = {
     "a number of draws that depends on the data": lambda: Raw(
         lambda m, x: m.b(F.rrelu(m.a(x), training=True)), **layers()
     ),
+    "draws as far on for one sample as for all, as on CUDA": lambda: Raw(
+        lambda m, x: m.b(m.a(x) * (torch.rand(99)[: 5 * len(x)].view(-1, 5).to(x) > 0.5)), **layers()
+    ),
     "as many draws as the data say, of integers": lambda: Raw(
         lambda m, x: m.b(F.rrelu(m.a((3 * x).long().to(x)), training=True)), **layers()
     ),

@@ -92,14 +92,18 @@ def test_gradients_norms_and_gram(case: Case, device):
     """
     model, loss = case.build(device)
     larger = [(case.n + 2, 3)] if case in LARGER else []
+    if device.startswith("cuda") and case.id.endswith("max_norm_offsets"):
+        pytest.skip("torch cannot renormalise the words of an empty bag on CUDA")
+    # torch's kernel on CUDA takes the root of a norm in single precision
+    tolerance = 1e-7 if device.startswith("cuda") and "weight_norm" in case.id else TOLERANCE
     for n, seed in ((case.n, 1), (case.n, 2), *larger, (1, 4)):
         x, y = case.batch(model, n, seed)
         rows = compute("per_sample_gradients", case, model, loss, x, y)
-        assert_rows(rows, reference(case, device, n, seed))
+        assert_rows(rows, reference(case, device, n, seed), tolerance)
         if seed == 2:
             for quantity in ("per_sample_norms", "per_sample_gram"):
                 value = compute(quantity, case, model, loss, x, y)
-                ASSERTIONS[quantity](value, reference(case, device, n, seed))
+                ASSERTIONS[quantity](value, reference(case, device, n, seed), tolerance)
     # a rule that is wrong goes unnoticed in the rows: what fails its check is computed in another way
     assert any(plan.general for plan in PLANS.get(model, {}).values()) == (case.id in WITHOUT_RULE)
 

@@ -14,6 +14,7 @@ import curvature.kronecker.factors
 from curvature.kronecker import second_moments
 from curvature.kronecker.factors import Affine, Product, Reading, Scheme
 from curvature.kronecker.statistics import divisor, merge_products
+from curvature.linalg import ByDevice
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
 from support.cases.case import Raw
@@ -343,6 +344,6 @@ def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, in_p
     assert len(calls) == in_parts
     close(found, torch.einsum("ngi,ngj->gij", a, a))
     close(second_moments.second_moment(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
-    monkeypatch.setattr(second_moments, "BLOCK_ELEMENTS", 100 * d)
+    monkeypatch.setattr(second_moments, "BLOCK_ELEMENTS", ByDevice(100 * d, 100 * d))
     longer = torch.cat([a, torch.full((rows, groups, 1), 0.5, dtype=a.dtype)], 2)
     close(second_moments.second_moment_with_constant(a, 0.5), torch.einsum("ngi,ngj->gij", longer, longer))

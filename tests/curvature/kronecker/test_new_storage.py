@@ -16,6 +16,7 @@ import curvature.kronecker.sides
 from curvature.kronecker import Side
 from curvature.kronecker.applied import DiagonalMatrix, Matrix
 from curvature.kronecker.sides import PACKED_MIN_SIDE, DenseSide, PackedSide
+from curvature.linalg import ByDevice
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw
 from support.training import train
@@ -212,7 +213,7 @@ def test_training_is_the_same(make: Any, options: Any, tied: bool, monkeypatch: 
     found = []
     for size, alone in ((1, 1), (1, 512), (1000, 512)):
         monkeypatch.setattr(curvature.kronecker.sides, "PACKED_MIN_SIDE", size)
-        monkeypatch.setattr("curvature.kronecker.inverses.JOINED_MAX_SIDE", alone)
+        monkeypatch.setattr("curvature.kronecker.inverses.JOINED_MAX_SIDE", ByDevice(alone, alone))
         torch.manual_seed(0)
         first, last = nn.Linear(9, 9, bias=not tied), nn.Linear(9, 9, bias=not tied)
         last.weight = first.weight if tied else last.weight

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvature.kronecker import KroneckerInverse, LowRankMatrix
 from curvature.kronecker.inverses import factored_inverses
 from curvature.kronecker.sides import DenseSide
+from curvature.linalg import ByDevice
 from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverses
 from curvature.preconditioners import invert
 from optimizers import KFAC
@@ -135,7 +136,7 @@ def test_sides_of_an_inverse():
 def test_in_training(monkeypatch: pytest.MonkeyPatch):
     """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
     found, ends, reports = [], [], []
-    for large in (LOW_RANK_MIN_SIZE, SIZE * 100):
+    for large in (LOW_RANK_MIN_SIZE, ByDevice(SIZE * 100, SIZE * 100)):
         monkeypatch.setattr("curvature.linalg.LOW_RANK_MIN_SIZE", large)
         with seeded(0):
             model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))

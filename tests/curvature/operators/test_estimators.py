@@ -293,7 +293,7 @@ def test_lanczos_refuses(device):
 @pytest.mark.parametrize("k", (1, 4, 6))
 def test_lanczos_eigenvalues(values, dtype, k, device):
     op = of_values(Source(device, dtype), values)
-    tolerance = 1e-8 if dtype == torch.float64 else 1e-4
+    tolerance = 3e-8 if dtype == torch.float64 else 3e-4  # that of residuals, below, for a matrix of norm one
     expected = values.to(op.matrix).sort().values
     torch.testing.assert_close(lanczos_eigenvalues(op, k), expected[-k:], rtol=0, atol=tolerance)
     torch.testing.assert_close(-lanczos_eigenvalues(-op, k).flip(0), expected[:k], rtol=0, atol=tolerance)

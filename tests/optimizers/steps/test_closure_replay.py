@@ -117,6 +117,21 @@ def test_a_model_that_is_not_repeatable_is_refused():
         curvature(model, lambda: model(x).square().mean())
 
 
+def test_attention_may_drop_others_out_where_it_has_second_derivatives():
+    """As fused attention does on CUDA. The curvature is that of the model without them, times their mean square."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        kept = torch.rand(2, len(x), 1).to(x) > 0.5
+        return m.net(x) * 2 * kept[int(torch.backends.cuda.flash_sdp_enabled())]
+
+    model, x, y = Raw(forward, net=small()), data(64, 4), data(64, 3, seed=2)
+    whole = curvature(model.net, lambda: F.mse_loss(model.net(x), y), 1)
+    with seeded(0):
+        found = [curvature(model, lambda: F.mse_loss(model(x), y), 1) for _ in range(30)]
+    assert len(set(found)) > 1
+    assert sum(found) / 30 == pytest.approx(2 * whole, rel=0.1)
+
+
 def test_buffers_that_are_replaced_are_put_back():
     def run(m: nn.Module, x: Tensor) -> Tensor:
         m.count = m.count + 1
