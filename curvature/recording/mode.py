@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -49,6 +50,8 @@ class RecordingMode(TorchFunctionMode):
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.mark_as_data(inputs)
+        # views of the input may be made where no mode looks, as `nn.DataParallel` does
+        self.memory = {*map(_memory, tensors_in(inputs))} - {0}
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +158,7 @@ class RecordingMode(TorchFunctionMode):
             data = self.data.get(id(x))
             if data is not None and data() is x:
                 return True
-        return False
+        return any(_memory(x) in self.memory for x in tensors)
 
     def _note_mixing(self, args: Any, kwargs: Any) -> None:
         bound = RULES[F.batch_norm].bind(F.batch_norm, args, kwargs)
@@ -170,6 +173,12 @@ class RecordingMode(TorchFunctionMode):
 def _counts(x: Tensor, dim: Any) -> bool:
     """Whether a cumulative sum is of marks, which have no gradient, and not along the last axis: that of experts."""
     return not x.requires_grad and isinstance(dim, int) and x.ndim > 1 and dim % x.ndim < x.ndim - 1
+
+
+def _memory(x: Tensor) -> int:
+    """Where a plain tensor's numbers are; 0 of others."""
+    is_plain = type(x) in PLAIN and x.layout is torch.strided and not is_functorch_wrapped_tensor(x)
+    return x.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _edge_of(out: Tensor) -> GradientEdge:

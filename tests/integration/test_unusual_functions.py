@@ -64,6 +64,28 @@ def test_products_through_functions_that_cannot_be_differentiated_twice(function
     torch.testing.assert_close(change.flatten(), J @ alone)
 
 
+class Unseen(torch.autograd.Function):
+    """The input itself, as a view that is made where no mode looks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def test_views_of_the_input_are_data() -> None:
+    """As those that `nn.DataParallel` makes for a GPU."""
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = Raw(lambda m, x: m.layers(Unseen.apply(x)), layers=layers)
+    data = torch.randn(6, 4), torch.randint(3, (6,))
+    K, expected = (curvature.kfac(one, ENTROPY, data, progress=False) for one in (model, layers))
+    assert len(K.blocks) == len(expected.blocks) == 2
+    torch.testing.assert_close(K.to_dense(), expected.to_dense())
+
+
 def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refused() -> None:
     """Of a first layer alone it would be zero, and symmetric."""
     model = Raw(lambda m, x: Sine.apply(m.a(x)), a=nn.Linear(4, 3))

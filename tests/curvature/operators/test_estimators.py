@@ -298,7 +298,9 @@ def test_lanczos_eigenvalues(values, dtype, k, device):
     torch.testing.assert_close(lanczos_eigenvalues(op, k), expected[-k:], rtol=0, atol=tolerance)
     torch.testing.assert_close(-lanczos_eigenvalues(-op, k).flip(0), expected[:k], rtol=0, atol=tolerance)
     found, vectors = lanczos_eigenpairs(op, k)
-    torch.testing.assert_close(vectors.T @ vectors, torch.eye(k).to(vectors), rtol=0, atol=1e-5)
+    # eigenvectors of cuSOLVER in single precision are less orthogonal than those of LAPACK
+    atol = 1e-4 if device.startswith("cuda") and dtype == torch.float32 else 1e-5
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(k).to(vectors), rtol=0, atol=atol)
     residual = (op @ vectors - vectors * found).norm(dim=0)
     assert (residual <= 2 * torch.finfo(dtype).eps ** 0.5 * values.abs().max().to(residual)).all()
 
