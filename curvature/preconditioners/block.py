@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from curvature.linalg import stack
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
@@ -109,7 +110,7 @@ class Block:
         raise NotImplementedError
 
     def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
-        """Update the running average, with that `weight`; returns the `change` of each side, if there were any."""
+        """Update the running average, with that `weight`; returns each side before and after, if there were any."""
         raise NotImplementedError
 
     @property
@@ -250,6 +251,8 @@ def debiased_weight(decay: float, updates: int) -> float:
     return (1 - decay) / (1 - decay ** (updates + 1))
 
 
-def change(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """In the Frobenius norm (), and the norm of what has changed."""
-    return torch.dist(new, old), torch.linalg.vector_norm(old)
+def relative_changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """How far the second of each pair is from the first, in Frobenius norms (n,); zero stays zero."""
+    old, new = map(list, zip(*pairs, strict=True))
+    made, norms = torch._foreach_norm(torch._foreach_sub(new, old)), torch._foreach_norm(old)
+    return (stack(made) / stack(norms)).nan_to_num(0.0)

@@ -17,8 +17,8 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, grouped
+from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
+from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -38,6 +38,7 @@ from curvature.terms import (
 )
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
+MOST_COMPARED = ByDevice(2**14, 2**22)  # entries of sides that are compared with what they were before, together
 MOST_BYTES = 2**20  # of backprops that wait to be measured; layers of one form among them are measured together
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
@@ -318,18 +319,23 @@ class BlockDiagonalCurvature(CurvatureStore):
         pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
         seen = [(leaf, own, *found) for leaf, own in pairs if (found := leaf.means(own)) is not None]
         numbers = map(float, to_host([x for *_, traces, others in seen for x in traces + others]))
-        moved: dict[Block, list[tuple[Tensor, Tensor]]] = {}
+        moved: dict[Block, int] = {}  # by how many of the drifts
+        drifts: list[Tensor] = []
+        waiting: list[tuple[Tensor, Tensor]] = []
         for leaf, own, means, traces, others in seen:
             known = [next(numbers) for _ in traces + others]
             if all(map(math.isfinite, known)):
                 weight = leaf.weight(known[: len(traces)], decay)
-                if changes := leaf.update(own, means, decay, weight):
-                    moved[leaf] = changes
-        if moved:
-            made, norms = map(stack, zip(*itertools.chain(*moved.values()), strict=True))
-            drifts = (made / norms).nan_to_num(0.0).split([len(changes) for changes in moved.values()])  # 0 / 0 is 0
-            for leaf, drift in zip(moved, drifts, strict=True):
-                leaf.drift = drift
+                if sides := leaf.update(own, means, decay, weight):
+                    moved[leaf] = len(sides)
+                    waiting += sides
+            if waiting and sum(old.numel() for old, _ in waiting) > MOST_COMPARED.at(waiting[0][0].device):
+                drifts.append(relative_changes(waiting))
+                waiting = []
+        if waiting:
+            drifts.append(relative_changes(waiting))
+        for leaf, drift in zip(moved, cat(drifts).split(list(moved.values())) if moved else (), strict=True):
+            leaf.drift = drift
 
 
 def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:

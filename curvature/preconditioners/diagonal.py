@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.preconditioners.block import Block, Due, change, grouped
+from curvature.preconditioners.block import Block, Due, grouped
 from curvature.terms import Term, sum_in_place
 
 
@@ -66,7 +66,7 @@ class DiagonalBlock(Block):
     def update(self, statistics: Any, means: Tensor, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
         old, self.values = self.values, means if self.values is None else self.values.lerp(means, weight)
         self.updates += 1
-        return [] if old is None else [change(old, self.values)]
+        return [] if old is None else [(old, self.values)]
 
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)

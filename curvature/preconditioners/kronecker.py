@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature import kronecker
-from curvature.preconditioners.block import Block, Due, change, grouped
+from curvature.preconditioners.block import Block, Due, grouped
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
@@ -154,7 +154,7 @@ class KroneckerBlock(Block):
         now = [side.averaged(own, weight) for side, own in zip(means, old, strict=True)]
         self.row_side, self.column_side = now
         self.updates += 1
-        return [change(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
+        return [(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
