@@ -19,6 +19,7 @@ ROUNDING_FACTOR = 10.0
 # as their errors name themselves; CUDA has the first three, ROCm the others but the last, XPU the last
 LIBRARIES = "cusolver", "cublas", "magma", "hipsolver", "rocsolver", "hipblas", "rocblas", "onemkl"
 HOST_MAX_SIDE = 128  # rows up to which the host decomposes a matrix in less time than an accelerator, which also waits
+JACOBI_MAX_SIDE = 512  # rows up to which torch takes Jacobi's algorithm on CUDA in single precision: a thousand kernels
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 
 
@@ -115,6 +116,8 @@ def symmetric_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def _symmetric(matrix: Tensor) -> Tensor:
     symmetric = (matrix + matrix.mT).mul_(0.5)
+    if matrix.device.type not in SHARED_MEMORY and matrix.shape[-1] <= JACOBI_MAX_SIDE:
+        return widen(symmetric)
     return symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
 
 
