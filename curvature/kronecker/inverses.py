@@ -16,7 +16,7 @@ from curvature.kronecker.sides import Side, nonzero_or_one
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 # rows up to which matrices are inverted together: memory for several of a larger one counts
-JOINED_MAX_SIDE = linalg.ByDevice(512, 1024)
+JOINED_MAX_SIDE = linalg.ByDevice(512, 2048)
 
 Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
 
