@@ -148,7 +148,7 @@ def small(device: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x.to(device, torch.float64), y.to(device, torch.float64)
 
 
-def test_empty_batches(device):
+def test_empty_batches(device, double):
     """Poisson sampling draws them. The model is not called: many layers refuse an empty batch."""
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), Raw(lambda m, x: m.scale * x, scale=())
