@@ -57,6 +57,14 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "batches": ("tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive", 6),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
+    # on a GPU alone
+    "gpu_steps": ("tests/benchmarks/gpu.py steps --only vit resnet gpt", 5),
+    "gpu_curvature": ("tests/benchmarks/gpu.py curvature --rounds 3 --only resnet18", 1),
+    "gpu_race": (
+        "tests/benchmarks/race.py --device cuda --seeds 1 --scale 0.15 --problem autoencoder gpt tanh "
+        "--only adamw muon soap kfac",
+        2,
+    ),
 }
 
 
@@ -141,7 +149,7 @@ def run(name: str) -> Stored:
         command=f"python {command}",
         commit=commit_of(command.split()[0]),
         date=date.today().isoformat(),
-        machine=f"{os.cpu_count()} x {processor()}",
+        machine=torch.cuda.get_device_name() if name.startswith("gpu_") else f"{os.cpu_count()} x {processor()}",
         torch=torch.__version__,
         python=platform.python_version(),
         seconds=round(time.perf_counter() - start),
@@ -161,7 +169,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=COMMANDS, help="run these, whether out of date or not")
     options = parser.parse_args(args)
-    names = options.only or [name for name in COMMANDS if not is_current(name)]
+    runs_here = lambda name: torch.cuda.is_available() or not name.startswith("gpu_")
+    names = options.only or [name for name in COMMANDS if runs_here(name) and not is_current(name)]
     RESULTS.mkdir(exist_ok=True)
     with tqdm(total=sum(COMMANDS[name][1] for name in names), unit="min") as bar:
         for name in names:
