@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from curvature.recording import graph_leaves, preserve_state, stream_backprops, 
 from curvature.terms import DenseGradients, Term, contractions
 
 Contraction = Callable[[list[Term]], Any]
+T = TypeVar("T")
 WAITING_BYTES = 1 << 22  # of backprops that wait to be contracted
 DIFFERENTIATED = (
     "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so that a "
@@ -159,10 +160,7 @@ def check_gradients(
         batch.output()
         if state.random.differs():
             raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    try:
-        _check_each_alone(batch)
-    except AttributeError:  # as in `contracted`
-        _check_each_alone(replace(batch, takes_logits=False))
+    _for_logits_or_whole(batch, _check_each_alone)
 
 
 def _check_each_alone(batch: Batch) -> None:
@@ -196,12 +194,17 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """What `contract` makes of the terms of every parameter, in the order of the parameters."""
     if not batch.count:  # Poisson sampling draws such batches
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
+    return _for_logits_or_whole(batch, lambda own: _contracted(own, contract))
+
+
+def _for_logits_or_whole(batch: Batch, run: Callable[[Batch], T]) -> T:
+    """`run` of the batch; with whole outputs where the loss reads more than their logits, as ``output.loss``."""
     try:
-        return _contracted(batch, contract)
-    except AttributeError:  # the loss may read more of the output than its logits, as ``output.loss``
+        return run(batch)
+    except AttributeError:
         if not batch.takes_logits:
             raise
-        return _contracted(replace(batch, takes_logits=False), contract)
+        return run(replace(batch, takes_logits=False))
 
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:

@@ -79,12 +79,9 @@ def find_layouts(
 
 
 def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
-    """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass.
-
-    Those that do without the noise floor come first: gradients that vanish in a deep network have digits of their own.
-    """
+    """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass."""
     within_noise, clear, rounding, *errors = told
-    for limit in clear, within_noise:
+    for limit in clear, within_noise:  # gradients that vanish in a deep network have digits of their own
         good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
         if good:
             near = 10 * min(error for error, _ in good) + rounding

@@ -371,10 +371,7 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
 def _checked(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int
 ) -> tuple[Loss, bool, int]:
-    """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front.
-
-    Every tensor must have N samples of at least one row each.
-    """
+    """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front."""
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
     if count < 1:

@@ -248,8 +248,7 @@ class Replay:
 
     @torch.enable_grad()
     def _some(self, call: Call, stride: int) -> tuple[Any, int, bool]:
-        """The model's output for every stride-th sample, the stride, which is 1 if the samples cannot be separated, and
-        whether the call gave the same."""
+        """The output for every stride-th sample, the stride (1 if inseparable), and whether the call gave the same."""
         cut = call.cut(stride)
         if cut is not None:
             try:

@@ -270,10 +270,8 @@ def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], 
 
 
 def _rows(shapes: Shapes, device: torch.device) -> int:
-    """One for each entry of a bias, beside the row of its weight: so a layer is solved for without a copy.
-
-    On an accelerator calls cost more than copies, and tensors with gaps take one each.
-    """
+    """One for each entry of a bias, beside the row of its weight: so a layer is solved for without a copy."""
+    # on an accelerator calls cost more than copies, and tensors with gaps take one each
     if device.type != "cpu" or len(shapes) != 2:
         return 1
     rows = math.prod(shapes[1])

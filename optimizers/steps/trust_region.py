@@ -242,11 +242,9 @@ class TrustRegionStep(StepRule):
         return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
-        """Nothing changes after a batch that is not finite; at the second in a row the last step is undone.
-
-        Not with a GradScaler: it has bad batches until it has found its scale.
-        """
+        """Nothing changes after a batch that is not finite; at the second in a row the last step is undone."""
         parts = context.preconditioner
+        # a GradScaler has bad batches until it has found its scale
         undoes = not parts.monitor.was_accepted and parts.recorder.scaling.scale is None
         # without a slope there is no last step: an undone one must not shrink the step size at each batch that follows
         if self.state is None or not self.state.slope or not undoes or parts.knows_nothing():
@@ -278,11 +276,9 @@ class TrustRegionStep(StepRule):
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
-        """Note what a renewal has measured along the last step beside what was predicted.
-
-        A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of what a
-        step u does to the outputs, where the positions of a sample, or several layers, pull in one direction.
-        """
+        """Note what a renewal has measured along the last step beside what was predicted."""
+        # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of what a
+        # step u does to the outputs, where the positions of a sample, or several layers, pull in one direction.
         state, along, whole = self.state, context.outputs.along, 0.0
         if state is None:
             return

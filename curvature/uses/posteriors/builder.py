@@ -23,8 +23,8 @@ Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the paramet
 
 
 def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
-    """By the rows of few samples in the widest precision: squares of rows lose half of their digits, below which
-    priors are once a model is trained."""
+    """By the rows of few samples in the widest precision."""
+    # squares of rows lose half of their digits, below which priors are once a model is trained
     matrix = fisher(model, loss, data, parameters=space.names).compact()
     if isinstance(matrix, SampleSpace) and isinstance(matrix.rows, Jacobian):
         wide = replace(space, dtype=widest(space.device.type))

@@ -296,7 +296,7 @@ def test_parts_that_do_not_fit(device):
         MatrixFree(space, lambda V: matrix.tril() @ V).materialise()
 
 
-@pytest.mark.parametrize("signs", itertools.product([1.0, -1.0], repeat=3))
+@pytest.mark.parametrize("signs", list(itertools.product([1.0, -1.0], repeat=3)))
 def test_asymmetry_that_random_signs_may_miss(signs):
     """The difference of a cyclic shift and its transpose sends a vector of equal entries to zero."""
     flip = torch.tensor(signs).diag()

@@ -82,7 +82,7 @@ def stance() -> str:
     return other.prev.stance
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
     """The garbage collector ends that of an optimizer while another's is on."""
     function = checkpoint.CheckpointFunction

@@ -398,7 +398,7 @@ def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> Non
 SIZES = (2, 3, 4)  # g, o, i
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_axes_in_any_order(order: tuple[int, ...], has_bias: bool) -> None:
     """Axis k of the weight is axis `order[k]` of (g, o, i)."""
