@@ -39,7 +39,8 @@ from curvature.terms import (
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
 MOST_COMPARED = ByDevice(2**14, 2**22)  # entries of sides that are compared with what they were before, together
-MOST_BYTES = 2**20  # of backprops that wait to be measured; layers of one form among them are measured together
+# of backprops that wait to be measured; layers of one form among them are measured together
+MOST_BYTES = ByDevice(2**20, 2**26)
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
 FUSED = " as one kernel, which is how it runs within torch.utils.checkpoint and on packed sequences"
@@ -191,7 +192,7 @@ class BlockDiagonalCurvature(CurvatureStore):
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
-        stream_backprops(tape, outputs, sent, take, MOST_BYTES)
+        stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(outputs[0].device))
         if unexplained:  # the gradients of the whole batch
             names = sorted(unexplained)
             roots = [tape.parameters[name].tensor for name in names]

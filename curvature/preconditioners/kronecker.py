@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature import kronecker
+from curvature.linalg import ByDevice
 from curvature.preconditioners.block import Block, Due, grouped
 from curvature.terms import AffineLayout, OuterProduct, Term
 
-MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
+# entries of a layer's activations and backprops, up to which copying them costs less than a call
+MAX_JOINED = ByDevice(2**16, 2**20)
 
 
 class KroneckerBlock(Block):
@@ -114,7 +116,7 @@ class KroneckerBlock(Block):
         if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
             return None
         is_plain = self.scheme.arrangement.order is None and not any(kind.takes_rows for kind in self.scheme.kinds)
-        is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
+        is_small = first.a.numel() + first.b.numel() <= MAX_JOINED.at(first.b.device)
         both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
         return (self.scheme, first.independent, *both) if is_plain and is_small else None
 

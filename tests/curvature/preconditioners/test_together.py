@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import curvature.preconditioners.kronecker
 from curvature.kronecker.applied import DenseMatrix, KroneckerInverse, LowRankMatrix
+from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -51,7 +52,7 @@ def test_measured_together_is_measured_alone(name: str, kind: type, sharing: str
     model, x = built(name, device)
     found = []
     for most in (1 << 16, 0):
-        monkeypatch.setattr(curvature.preconditioners.kronecker, "MAX_JOINED", most)
+        monkeypatch.setattr(curvature.preconditioners.kronecker, "MAX_JOINED", ByDevice(most, most))
         store = BlockDiagonalCurvature(sharing, kind.structure)
         for seed in (1, 2):
             total = measure(store, model, x, normal_vectors(2, seed))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal as block_diagonal
+from curvature.linalg import ByDevice
 from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.recording import capture, stream_backprops
 from support.cases.case import Case, Raw, seeded
@@ -103,7 +104,7 @@ def test_statistics(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) ->
     stores = [BlockDiagonalCurvature(kind="eigen") for _ in range(2)]
     found = []
     for store, most in zip(stores, [2**30, 0], strict=True):
-        monkeypatch.setattr(block_diagonal, "MOST_BYTES", most)
+        monkeypatch.setattr(block_diagonal, "MOST_BYTES", ByDevice(most, most))
         found.append(store.measure(tape, [output], [vectors], BatchFacts(case.n, displacement=displacement)))
     first, second = found
     assert [block.names for block in stores[0].blocks] == [block.names for block in stores[1].blocks]
