@@ -180,10 +180,10 @@ class BlockDiagonalCurvature(CurvatureStore):
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
-            found.add_(self.measure_terms(tape, terms, places, samples, batch.rank, batch.world_size))
-            changes.update(self._changes(terms, places, batch))
+            found.add_(self.measure_terms(tape, terms, index, samples, batch.rank, batch.world_size))
+            changes.update(self._changes(terms, index, batch))
 
-        layouts, places = self._layouts(tape, batch.count), self.places()
+        layouts, index = self._layouts(tape, batch.count), self.index()
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
@@ -192,7 +192,7 @@ class BlockDiagonalCurvature(CurvatureStore):
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
-        stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(outputs[0].device))
+        stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(sent[0].device))
         if unexplained:  # the gradients of the whole batch
             names = sorted(unexplained)
             roots = [tape.parameters[name].tensor for name in names]
@@ -201,20 +201,20 @@ class BlockDiagonalCurvature(CurvatureStore):
         found.along = _energies(changes)
         return found
 
-    def places(self) -> dict[str, int]:
-        """By parameter, the place of its block."""
+    def index(self) -> dict[str, int]:
+        """By parameter, the index of its block."""
         return {name: k for k, block in enumerate(self.blocks) for name in block.names}
 
-    def _of(self, terms: Mapping[str, Sequence[Term]], places: Mapping[str, int]) -> list[Block]:
+    def _of(self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int]) -> list[Block]:
         """The blocks of the parameters that have terms."""
-        return [self.blocks[k] for k in sorted({places[name] for name, own in terms.items() if own})]
+        return [self.blocks[k] for k in sorted({index[name] for name, own in terms.items() if own})]
 
     def _changes(
-        self, terms: Mapping[str, Sequence[Term]], places: Mapping[str, int], batch: BatchFacts
+        self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int], batch: BatchFacts
     ) -> dict[str, Tensor]:
         """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
         found: dict[str, Tensor] = {}
-        for block in self._of(terms, places) if batch.displacement else ():
+        for block in self._of(terms, index) if batch.displacement else ():
             names = [name for name in block.names if terms.get(name) and name in batch.displacement]
             if names and all(len(term) == batch.count for name in names for term in terms[name]):
                 pairs = ((terms[name], batch.displacement[name]) for name in names)
@@ -230,9 +230,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
-        places = self.places()
-        found = self.measure_terms(tape, terms, places, batch.count, batch.rank, batch.world_size)
-        found.along = _energies(self._changes(terms, places, batch))
+        index = self.index()
+        found = self.measure_terms(tape, terms, index, batch.count, batch.rank, batch.world_size)
+        found.along = _energies(self._changes(terms, index, batch))
         return found
 
     def weighted_gradients(
@@ -244,11 +244,11 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         return weighted_gradients(tape, node, backprops, self._layouts(tape, len(weights)), weights)
 
-    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], places: dict[str, int]) -> None:
+    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], index: dict[str, int]) -> None:
         """Blocks of the parameters that have terms and no block yet."""
-        if all(name in places for name, own in terms.items() if own):
+        if all(name in index for name, own in terms.items() if own):
             return
-        taken = set(places)
+        taken = set(index)
         todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
         for name, node in todo.items():
             bias = joint_bias(tape, name)
@@ -266,7 +266,7 @@ class BlockDiagonalCurvature(CurvatureStore):
                 what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
                 reason = f"{what}; the diagonal of the curvature is used"
                 self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
-        places.update(self.places())
+        index.update(self.index())
 
     def _kronecker_block(
         self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
@@ -297,12 +297,12 @@ class BlockDiagonalCurvature(CurvatureStore):
         return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
 
     def measure_terms(
-        self, tape: Tape, terms: dict[str, list[Term]], places: dict[str, int], count: int, rank: int = 0,
+        self, tape: Tape, terms: dict[str, list[Term]], index: dict[str, int], count: int, rank: int = 0,
         world_size: int = 1,
     ) -> CurvatureStatistics:  # fmt: skip
-        """Statistics from the terms of one vector; `places` are those of the blocks, to which new ones are added."""
-        self._create_blocks(tape, terms, places)
-        seen = [block for block in self._of(terms, places) if terms.get(block.names[0])]
+        """Statistics from the terms of one vector; `index` is that of the blocks, to which new ones are added."""
+        self._create_blocks(tape, terms, index)
+        seen = [block for block in self._of(terms, index) if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         found: dict[int, BlockStatistics | None] = {}
         with full_precision():

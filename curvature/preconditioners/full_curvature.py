@@ -46,7 +46,7 @@ class FullCurvature(CurvatureStore):
         for block in self._iterating:
             own = block.factors
             for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
-                found.add_(own.measure_terms(tape, dict(terms), own.places(), batch.count if k == 0 else 0))
+                found.add_(own.measure_terms(tape, dict(terms), own.index(), batch.count if k == 0 else 0))
         return found
 
     @property
