@@ -68,7 +68,8 @@ def prune(
 
     Args:
         K: as for `saliencies`. With a `Diagonal` the others stay, and one of ones is magnitude pruning.
-        model, damping: as for `saliencies`.
+        model: as for `saliencies`.
+        damping: likewise.
         sparsity: the share of zeros, 0 to 1, of all weights of K together: parameters with at least two dimensions.
             Or ``{name: share}``, which prunes these parameters alone, each for itself.
         rounds: in each, the same share of the weights that are left is removed.
