@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -34,3 +35,22 @@ def test_the_index_has_the_names_of_each_page(page: Path) -> None:
     links = ", ".join(f"[`{path.removeprefix('curvature.')}`]({page.name}#{path})" for path in paths)
     title = page.read_text("utf-8").splitlines()[0].removeprefix("# ")
     assert f"| [{title}]({page.name}) | {links} |" in (REFERENCE / "index.md").read_text("utf-8").splitlines()
+
+
+def documented(doc: str) -> list[str]:
+    """What the section `Args` has an entry for."""
+    section = re.search(r"^Args:\n(.*?)(?:\n\n\S|\Z)", inspect.cleandoc(doc), re.DOTALL | re.MULTILINE)
+    return re.findall(r"^    (\S[^:\n]*):", section[1], re.MULTILINE) if section else []
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_each_argument_that_is_documented_has_its_name(package: str) -> None:
+    """One entry for each: the site takes names from there."""
+    wrong = []
+    for name in importlib.import_module(package).__all__:
+        thing = named(f"{package}.{name}")
+        members = [f for f in vars(thing).values() if inspect.isfunction(f)] if inspect.isclass(thing) else []
+        for one in [thing, *members] if callable(thing) else []:
+            parameters = inspect.signature(one).parameters if inspect.getdoc(one) else {}
+            wrong += [f"{name}: {entry}" for entry in documented(one.__doc__ or "") if entry not in parameters]
+    assert not wrong
