@@ -50,8 +50,8 @@ class RecordingMode(TorchFunctionMode):
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.mark_as_data(inputs)
-        # views of the input may be made where no mode looks, as `nn.DataParallel` does
-        self.memory = {*map(_memory, tensors_in(inputs))} - {0}
+        # views of all of an input may be made where no mode looks, as `nn.DataParallel` does
+        self.memory = {*map(_memory, tensors_in(inputs))} - {None}
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,10 +175,10 @@ def _counts(x: Tensor, dim: Any) -> bool:
     return not x.requires_grad and isinstance(dim, int) and x.ndim > 1 and dim % x.ndim < x.ndim - 1
 
 
-def _memory(x: Tensor) -> int:
-    """Where a plain tensor's numbers are; 0 of others."""
+def _memory(x: Tensor) -> tuple[int, torch.Size] | None:
+    """Where a plain tensor's numbers are, and its shape; None of others."""
     is_plain = type(x) in PLAIN and x.layout is torch.strided and not is_functorch_wrapped_tensor(x)
-    return x.untyped_storage().data_ptr() if is_plain else 0
+    return (x.data_ptr(), x.shape) if is_plain and x.numel() else None
 
 
 def _edge_of(out: Tensor) -> GradientEdge:
