@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature.recording import warn_once
-from optimizers import KFAC
+from optimizers import KFAC, NaturalGradient
 from optimizers.steps.closure_replay import Replay
 from support.cases.case import Raw, seeded
 from support.training import assert_same, copied, task, train
@@ -162,9 +162,17 @@ def test_a_closure_without_backward_never_uses_old_gradients():
         assert_same(copied(model), copied(other))
 
 
-def test_an_error_in_a_replay_leaves_the_parameters():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: KFAC(model, adaptive=True),
+        lambda model: NaturalGradient(model, adaptive=True),
+        lambda model: NaturalGradient(model, line_search=True),
+    ],
+)
+def test_an_error_in_a_replay_leaves_the_parameters(make: Callable[[nn.Module], KFAC]):
     model, x = small(), data(8, 4)
-    opt, before = KFAC(model, adaptive=True), copied(model)
+    opt, before = make(model), copied(model)
 
     def closure() -> Tensor:
         loss = model(x).square().mean()
@@ -174,6 +182,23 @@ def test_an_error_in_a_replay_leaves_the_parameters():
 
     with pytest.raises(KeyboardInterrupt):
         opt.step(closure)
+    assert_same(copied(model), before)
+
+
+def test_a_line_search_that_finds_no_lower_loss_stays():
+    """A loss that rises wherever the parameters go."""
+    model, x = small(), data(8, 4)
+    opt, before = NaturalGradient(model, line_search=True), copied(model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        moved = sum((p - before[name]).abs().sum() for name, p in model.named_parameters())
+        loss = model(x).square().mean() + 1e9 * moved
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert not opt.history[-1]["accepted"] and opt.history[-1]["step_size"] == 0
     assert_same(copied(model), before)
 
 
