@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from curvature.losses import label_distributions
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
 from curvature.losses.table import is_torch_loss, resolve
@@ -252,3 +253,19 @@ def test_a_subclass_is_its_own_loss():
     assert not is_torch_loss(resolve(Mine()))
     got = second_moment(exact().vectors(randn(2, 3), Mine(), randn(2, 3)))
     torch.testing.assert_close(got, torch.eye(3, dtype=DOUBLE).mul(2 / 3).expand(2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    "labels", [label_distributions.Normal(), label_distributions.Poisson()], ids=["normal", "Poisson"]
+)
+def test_labels_where_the_output_is_normal(labels: label_distributions.LabelDistribution):
+    """Mean and variance of the label, by quadrature over the output: the law of total variance."""
+    f, variance, noise = (torch.tensor(x, dtype=DOUBLE) for x in ([-0.4, 0.0, 0.7], [0.3, 1.0, 0.05], 0.6))
+    nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(40))
+    weights = weights / weights.sum()
+    mean, spread = labels.given(f + variance.sqrt() * nodes[:, None], noise)
+    expected = (weights[:, None] * mean).sum(0)
+    total = (weights[:, None] * (spread + mean.square())).sum(0) - expected.square()
+    found = labels.marginal(f, variance, noise)
+    torch.testing.assert_close(found.mean, expected)
+    torch.testing.assert_close(found.variance, total)

@@ -395,6 +395,17 @@ def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> Non
         torch.testing.assert_close(joined(parts), torch.cat(list(parts)), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", [lambda: outer(1, 40, 30), lambda: outer(3, 40, 30), lambda: table(2, 50, 40)])
+def test_inner_products_of_two_sets_of_samples(make: Callable[[], Built]) -> None:
+    """By pairs of places, which are cheaper than the gradients."""
+    term, rows = make()
+    flat = rows.reshape(N, -1)
+    left, right = [term.samples(slice(0, 3))], [term.samples(slice(3, N))]
+    found = contractions.cross_gram(left, right)
+    torch.testing.assert_close(found, flat[:3] @ flat[3:].T)
+    torch.testing.assert_close(contractions.cross_gram(right, left), found.T)
+
+
 SIZES = (2, 3, 4)  # g, o, i
 
 
