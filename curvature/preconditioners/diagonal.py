@@ -82,7 +82,7 @@ class DiagonalBlock(Block):
             else:
                 damped += damping
             # without damping, what has shown no curvature stays where it is: the pseudo-inverse
-            whole = torch.where(damped > torch.finfo(damped.dtype).tiny ** 0.5, 1 / damped, 0.0)
+            whole = torch.where(damped > torch.finfo(damped.dtype).tiny, 1 / damped, 0.0)
             parts = torch._foreach_mul(whole.split([b.values.numel() for b in alike]), 1.0)  # each in memory of its own
             for block, inverse in zip(alike, parts, strict=True):
                 block.inverse = inverse.view_as(block.values)

@@ -294,3 +294,12 @@ def test_entries_without_curvature_stay_where_they_are_if_there_is_no_damping():
     for damping, expected in ((0.0, [0.0, 0.5, 0.25]), (1.0, [1.0, 1 / 3, 0.2])):
         invert([block], 0.05, damping)
         close(block.solve([torch.ones(3, dtype=torch.float64)])[0], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_diagonal_of_small_numbers_has_an_inverse():
+    """As of outputs in units of 1e-12, whose mean square is less than the root of the smallest number."""
+    block = DiagonalBlock("p", (2,), torch.float32, "")
+    block.values, block.updates = torch.tensor([1e-24, 2e-24]), 1
+    invert([block], 0.05)
+    (found,) = block.solve([torch.ones(2)])
+    assert (found > 0).all() and found.isfinite().all()
