@@ -29,7 +29,6 @@ ON_DEVICE := $(addprefix tests/,repository/test_simulated_device.py curvature/la
 	curvature/matrices/test_every_builder.py optimizers/test_every_optimizer.py integration/devices \
 	optimizers/steps/test_launches_and_waits.py::test_the_host_waits_once)
 SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
-ON := $(if $(DEVICE),,$(SIMULATED))
 
 # What torch and its libraries may use of the processor: each rounds in another way.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
@@ -69,7 +68,7 @@ test: .venv/test.stamp
 # precision. The first run compiles it for about a minute; without a C++ compiler or Python's headers all is skipped.
 # On a real one: DEVICE=cuda make test-device
 test-device: .venv/test.stamp
-	$(ON) $(PYTEST)
+	$(if $(DEVICE),,$(SIMULATED)) $(PYTEST)
 
 # Tests that one rounding or one order of the data could decide: those of the optimizers and all training runs, as on
 # other processors; then the training runs with other batches.

@@ -122,7 +122,8 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
     cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
     output, end = run(batch)
     whole = _rows(output, everything, batch)
-    has_drawn = start.random.differs(end.states)
+    # an accelerator may go as far on in its random numbers for fewer samples, and yet draw others for them
+    draws_away = any(not torch.equal(a, b) for a, b in zip(start.random.states[1:], end.states[1:], strict=True))
     for kept, other, places in cases:
         try:
             found, other_end = run(other)
@@ -134,8 +135,7 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
         unit = whole if other.count == 1 else None
         if not _differ(_rows(output, kept, batch), _rows(found, places, other), unit):
             continue
-        # an accelerator may go as far in its random numbers for fewer samples, and yet draw others for them
-        are_redrawn = end.differs(other_end.states) or has_drawn and other.count != batch.count
+        are_redrawn = end.differs(other_end.states) or draws_away and other.count != batch.count
         if other.count == 1 and are_redrawn:  # nor would a gradient show what goes by place
             continue
         if _differ(whole, _rows(run(batch)[0], everything, batch)):

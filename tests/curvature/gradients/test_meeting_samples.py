@@ -72,9 +72,6 @@ APART = {
     "a number of draws that depends on the data": lambda: Raw(
         lambda m, x: m.b(F.rrelu(m.a(x), training=True)), **layers()
     ),
-    "draws as far on for one sample as for all, as on CUDA": lambda: Raw(
-        lambda m, x: m.b(m.a(x) * (torch.rand(99)[: 5 * len(x)].view(-1, 5).to(x) > 0.5)), **layers()
-    ),
     "as many draws as the data say, of integers": lambda: Raw(
         lambda m, x: m.b(F.rrelu(m.a((3 * x).long().to(x)), training=True)), **layers()
     ),
@@ -141,6 +138,25 @@ def test_samples_that_do_not_meet_are_not_refused(name):
         expected = brute_force.per_sample_gradients(model, ENTROPY, x, y)
         for key, row in rows.items():
             torch.testing.assert_close(row, expected[key])
+
+
+def test_random_numbers_of_an_accelerator_go_as_far_for_one_sample(accelerator):
+    """As dropout on CUDA: a sample alone has another mask, and the generator is where it was for all."""
+    drawn = lambda x: torch.rand(99, device=x.device)[: 5 * len(x)].view(-1, 5).to(x)
+    model, x, y = prepared(lambda: Raw(lambda m, x: m.b(m.a(x) * (drawn(x) > 0.5)), **layers()))
+    model, x, y = model.to(accelerator), x.to(accelerator), y.to(accelerator)
+    rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
+    with brute_force.forked():
+        ENTROPY(model(x), y).backward()
+    torch.testing.assert_close(rows["a.weight"].mean(0), model.a.weight.grad)
+
+
+def test_outputs_that_go_by_the_number_of_samples_are_refused_beside_random_numbers():
+    """As many for a sample alone: its output can be compared."""
+    refuse(
+        "per_sample_gradients",
+        *prepared(lambda: Raw(lambda m, x: m.b(m.a(x).tanh() / len(x) + torch.rand(5).to(x)), **layers())),
+    )
 
 
 @pytest.mark.parametrize("count", range(2, 10))
