@@ -42,9 +42,8 @@ from curvature.linalg.precision import (
 
 __all__ = [
     "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device", "careful_spd_inverse", "cat",
-    "cholesky",
-    "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async", "count_recovery", "damp_eigenvalues",
-    "eigenvalue_rounding", "eigenvalues_of", "full_precision", "hides_second_derivatives",
+    "cholesky", "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async", "count_recovery",
+    "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "full_precision", "hides_second_derivatives",
     "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor", "own_precision", "product_rounding",
     "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance", "stack", "symmetric_eigh",
     "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose", "try_spd_inverse",

@@ -50,8 +50,9 @@ class RecordingMode(TorchFunctionMode):
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.mark_as_data(inputs)
-        # views of all of an input may be made where no mode looks, as `nn.DataParallel` does
-        self.memory = {*map(_memory, tensors_in(inputs))} - {None}
+        # views of all of an input may be made where no mode looks, as `nn.DataParallel` does; it stays while they may
+        self.memory = {_memory(x): x for x in tensors_in(inputs)}
+        self.memory.pop(None, None)
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -293,7 +293,9 @@ def test_lanczos_refuses(device):
 @pytest.mark.parametrize("k", (1, 4, 6))
 def test_lanczos_eigenvalues(values, dtype, k, device):
     op = of_values(Source(device, dtype), values)
-    tolerance = 3e-8 if dtype == torch.float64 else 3e-4  # that of residuals, below, for a matrix of norm one
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-4
+    if device.startswith("cuda"):  # its products round otherwise; still within the residual, below
+        tolerance *= 3
     expected = values.to(op.matrix).sort().values
     torch.testing.assert_close(lanczos_eigenvalues(op, k), expected[-k:], rtol=0, atol=tolerance)
     torch.testing.assert_close(-lanczos_eigenvalues(-op, k).flip(0), expected[:k], rtol=0, atol=tolerance)

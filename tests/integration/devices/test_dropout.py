@@ -98,6 +98,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.training_run
 @each_model
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_train(name: str, make: Callable[[], nn.Module], device: str):
