@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.linalg import ByDevice
@@ -20,6 +21,7 @@ SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_MIN_ELEMENTS = 256, 128, By
 SYMMETRIC_PARTS = 4
 # of a moment that are computed at a time where its rows are not next to each other
 BLOCK_ELEMENTS = ByDevice(1 << 19, sys.maxsize)
+COPIED_ELEMENTS = ByDevice(1 << 15, 1 << 20)  # of rows, up to which a copy of them costs less than some calls
 ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
 MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
 ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so many
@@ -42,10 +44,13 @@ def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
 def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
     """`second_moment` of rows (n, g, d), as if each had one more entry of this value, the last: (g, d + 1, d + 1).
 
-    That entry takes no part in the product, and the result has space after each of its rows: where these begin at odd
+    That entry of many rows takes no part in the product, and the result has space after each of its rows: where these begin at odd
     places in memory, the product takes up to three times as long.
     """
     groups, d = rows.shape[1:]
+    if rows.numel() <= COPIED_ELEMENTS.at(rows.device):
+        whole = F.pad(rows, (0, 1), value=value)
+        return torch.bmm(whole.permute(1, 2, 0), whole.transpose(0, 1))
     stride = -(-(d + 1) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
     found = rows.new_empty(groups, d + 1, stride)[:, :, : d + 1]
     left, right, own = rows.permute(1, 2, 0), rows.transpose(0, 1), found[:, :-1, :-1]

@@ -407,7 +407,7 @@ def nonzero_or_one(mean: Tensor) -> Tensor:
 
     A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
     """
-    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
+    return mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5).masked_fill_(mean <= 0, 1)
 
 
 def _are_packed(blocks: Sequence[int]) -> bool:

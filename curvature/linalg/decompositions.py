@@ -58,9 +58,9 @@ def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:
         return None, torch.zeros((), dtype=torch.bool, device="cpu")
     tensors = [found] if isinstance(found, Tensor) else list(found)
     # sums are quick; where those of finite entries overflow, the next attempt is looked at entry by entry
-    fine = reduce(torch.add, (x.sum() for x in tensors if x.is_floating_point())).isfinite()
-    codes = (x for x in tensors if not x.is_floating_point())
-    return found, reduce(lambda ok, code: ok & ~code.any(), codes, fine)
+    total = reduce(torch.add, [x.sum() for x in tensors if x.is_floating_point()])
+    codes = [x.sum() for x in tensors if not x.is_floating_point()]  # of libraries: zero says that all is well
+    return found, total - total == (reduce(torch.add, codes) if codes else 0)  # what is finite less itself is zero
 
 
 def _first_good(
@@ -194,11 +194,11 @@ def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     def decompose() -> tuple[Tensor, ...]:
         root, error = factor()
         if root.device.type in SHARED_MEMORY:
-            return torch.cholesky_inverse(root).mT, root, error
+            return torch.cholesky_inverse(root).mT, error
         # CUDA's libraries invert from the root one matrix after the other
         whole = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand_as(root)
         inverse = torch.linalg.solve_triangular(root, whole, upper=False)
-        return inverse.mT @ inverse, root, error
+        return inverse.mT @ inverse, error
 
     return _first_or_nan(matrix, decompose)
 

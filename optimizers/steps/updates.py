@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -41,7 +42,8 @@ def restoring(parameters: Named, values: Named) -> Iterator[None]:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
-    return bool(stack(norms(some)).isfinite().all()) or bool(all_finite(some))  # norms are quick, but may overflow
+    # norms are quick, but may overflow
+    return math.isfinite(sum(stack(norms(some)).tolist())) or bool(all_finite(some))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
