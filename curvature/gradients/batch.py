@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from curvature.recording import (
     unwrap_compiled,
 )
 
+log = logging.getLogger("curvature")
 F = TypeVar("F", bound=Callable[..., Any])
 THIRD = 3  # model, loss, and x or data come before y
 SampleDim = int | tuple[int, int, int]  # the axis of the samples: of all, or of inputs, output and target
@@ -196,6 +198,18 @@ class Batch:
 
     def output(self) -> Any:
         return self.for_loss(call_model(self.model, self.x))
+
+    def is_by_entry(self, output: Any) -> bool:
+        """Whether the output is a list with an entry for each sample; one of tensors with their axis may be as long."""
+        if not isinstance(output, list | tuple) or len(output) != self.count:
+            return False
+        try:
+            with preserve_state(self.model), torch.no_grad():
+                alone = self.sample(self.count - 1).output()
+        except Exception as error:
+            log.info("not tried whether a sample alone has a list of one entry: %s", str(error).split("\n")[0])
+            return False
+        return isinstance(alone, list | tuple) and len(alone) == 1
 
     def for_loss(self, output: Any) -> Any:
         """What the loss takes of the model's output."""

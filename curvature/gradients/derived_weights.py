@@ -95,12 +95,18 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
     return joint[0] if len(_reads(tape.parameters[joint[0]])) == len(joint) else None
 
 
-def layers_of(tape: Tape, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The parameters of these names by layer: a weight with its `joint_bias`, all others alone."""
+def bias_by_name(weight: str) -> str | None:
+    """The bias of a weight that no data have met, as the modules of torch name the two; None without one."""
+    path, dot, own = weight.rpartition(".")
+    return f"{path}{dot}{own.replace('weight', 'bias')}" if "weight" in own else None
+
+
+def layers_of(tape: Tape | None, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The parameters of these names by layer: a weight with its `joint_bias`, or `bias_by_name`; all others alone."""
     found: dict[str, tuple[str, ...]] = {}
     names = list(names)
     for name in names:
-        bias = joint_bias(tape, name)
+        bias = bias_by_name(name) if tape is None else joint_bias(tape, name)
         if bias in names and bias not in found and name not in found:
             found |= dict.fromkeys([name, bias], (name, bias))
     return list(dict.fromkeys(found.get(name, (name,)) for name in names))

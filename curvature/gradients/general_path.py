@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributions import Distribution
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,7 @@ from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
 Found = TypeVar("Found")
+Back = Callable[[Sequence[Tensor]], list[Tensor]]
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # of the functions of a graph, that vectors sent back together may compute anew: what a CPU's cache holds, and elsewhere
 CACHED_BYTES, BYTES = 1 << 25, 1 << 29
@@ -71,6 +73,16 @@ def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | N
 
 def losses_of_parts(batch: Batch, output: Any) -> Tensor:
     """The loss (N,) of every sample's part of the output; ValueError where it is not known which part that is."""
+    return _losses_of_parts(batch, output, batch.is_by_entry(output))
+
+
+def _losses_of_parts(batch: Batch, output: Any, is_by_entry: bool) -> Tensor:
+    part = (lambda n: output[n : n + 1]) if is_by_entry else _along_axis(batch, output)
+    return torch.stack([batch.loss(part(n), batch.sample(n).y) for n in range(batch.count)])
+
+
+def _along_axis(batch: Batch, output: Any) -> Callable[[int], Any]:
+    """Makes the part of a sample of the tensors in an output; ValueError where these lack an axis of samples."""
     dim, count = batch.dims[1], batch.count
     has_samples = lambda t: t.ndim > dim and t.shape[dim] > 0 and t.shape[dim] % count == 0
     for leaf in _leaves(output):
@@ -81,22 +93,18 @@ def losses_of_parts(batch: Batch, output: Any) -> Tensor:
             raise ValueError(
                 f"model: its forward pass draws random numbers (dropout?), and its output, {kind_of(output)}, {what}, "
                 "so that nobody knows which part of it was a sample's in this pass; return a tensor, or a tuple, dict "
-                f"or dataclass of tensors with the samples along axis {dim}, or call model.eval()"
+                f"or dataclass of tensors with the samples along axis {dim}, or a list with an entry for each sample, "
+                "or call model.eval()"
             )
-
-    def loss_of(n: int) -> Tensor:
-        rows = lambda t: t.unflatten(dim, (count, -1)).select(dim, n)
-        return batch.loss(map_tensors(lambda t: rows(t) if has_samples(t) else t, output), batch.sample(n).y)
-
-    return torch.stack([loss_of(n) for n in range(count)])
+    rows = lambda t, n: t.unflatten(dim, (count, -1)).select(dim, n)
+    return lambda n: map_tensors(lambda t: rows(t, n) if has_samples(t) else t, output)
 
 
 def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     """Raise `NoWeightedSum` where a sample's part of the output gets another gradient from the batch than alone."""
-    leaves: list[Tensor] = []
     as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
-    map_tensors(lambda t: leaves.append(widened(t)) if t.requires_grad else None, output)
+    leaves = [widened(t) for t in _with_gradient(output)]
     found, key = found_of(batch.loss), ("weighted sum", batch.count, batch.dims, tuple(t.shape for t in leaves))
     if key in found:
         return
@@ -107,14 +115,40 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         return map_tensors(lambda t: cloned(t) if t.requires_grad else t, output)
 
     try:
-        whole = lambda point: batch.loss(at(point), batch.y)
-        alone = lambda point: losses_of_parts(batch, at(point))
-        shares_of_parts(batch.loss, leaves, batch.count, batch.dims[1], whole, alone)
+        is_by_entry = batch.is_by_entry(output)
+        numbers = [len(_with_gradient(entry)) for entry in output] if is_by_entry else []
+        point, back = _rows_of_entries(leaves, numbers) if is_by_entry else (leaves, list)
+        whole = lambda point: batch.loss(at(back(point)), batch.y)
+        alone = lambda point: _losses_of_parts(batch, at(back(point)), is_by_entry)
+        shares_of_parts(batch.loss, point, batch.count, 0 if is_by_entry else batch.dims[1], whole, alone)
     except NoWeightedSum:
         raise
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
     found.add(key)
+
+
+def _with_gradient(output: Any) -> list[Tensor]:
+    """The tensors of an output that require a gradient, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) if t.requires_grad else None, output)
+    return found
+
+
+def _rows_of_entries(leaves: Sequence[Tensor], numbers: Sequence[int]) -> tuple[list[Tensor], Back]:
+    """The leaves of entries, which have so many each, as rows of a tensor, zeros at the end; and the way back."""
+    each = iter(leaves)
+    own = [[next(each) for _ in range(number)] for number in numbers]
+    table = pad_sequence([torch.cat([t.flatten() for t in entry]) for entry in own], batch_first=True)
+
+    def back(point: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for row, entry in zip(point[0], own, strict=True):
+            pieces = row.split([*(sizes := [t.numel() for t in entry]), len(row) - sum(sizes)])
+            found += [piece.reshape(t.shape) for piece, t in zip(pieces, entry, strict=False)]
+        return found
+
+    return [table], back
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -20,12 +20,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from curvature.gradients.batch import Batch
 from curvature.linalg import full_precision, to_host
 from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
+Rows = Callable[[Any, Tensor, Batch], list[Tensor]]
 STEP = 0.05  # by how much parameters move, beside their own size
 MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 
@@ -121,7 +123,8 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
     cases = [(kept, *_without_others(batch, kept)) for kept in parts]
     cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
     output, end = run(batch)
-    whole = _rows(output, everything, batch)
+    rows = _rows_of_entries if batch.is_by_entry(output) else _rows
+    whole = rows(output, everything, batch)
     # an accelerator may go as far on in its random numbers for fewer samples, and yet draw others for them
     draws_away = any(not torch.equal(a, b) for a, b in zip(start.random.states[1:], end.states[1:], strict=True))
     for kept, other, places in cases:
@@ -133,17 +136,17 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
             log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
             continue
         unit = whole if other.count == 1 else None
-        if not _differ(_rows(output, kept, batch), _rows(found, places, other), unit):
+        if not _differ(rows(output, kept, batch), rows(found, places, other), unit):
             continue
         are_redrawn = end.differs(other_end.states) or draws_away and other.count != batch.count
         if other.count == 1 and are_redrawn:  # nor would a gradient show what goes by place
             continue
-        if _differ(whole, _rows(run(batch)[0], everything, batch)):
+        if _differ(whole, rows(run(batch)[0], everything, batch)):
             return UNSTEADY
         if not are_redrawn:
             both = zip(_outputs_of_modules(batch, kept, run), _outputs_of_modules(other, places, run), strict=False)
             return next((name for (name, a), (again, b) in both if name == again and _differ(a, b)), "model")
-        if _depends_on_others(batch, kept, start):  # other draws: how many they are depends on the data
+        if _depends_on_others(batch, kept, start, rows):  # other draws: how many they are depends on the data
             return "model"
     return ""
 
@@ -175,7 +178,7 @@ def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
     return replace(batch, x=map_tensors(copied, batch.x)), kept
 
 
-def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState) -> bool:
+def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState, rows: Rows) -> bool:
     """Whether outputs of kept samples have a gradient at another one's input, in one and the same pass."""
     dim, inputs = batch.dims[0], list[Tensor]()
 
@@ -187,7 +190,7 @@ def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState) -> bool:
 
     tracked = replace(batch, x=map_tensors(leaf, batch.x))
     with start.again(), torch.enable_grad():
-        value = sum(rows.square().sum() for rows in _rows(tracked.output(), kept, batch))
+        value = sum(own.square().sum() for own in rows(tracked.output(), kept, batch))
     if not inputs or not isinstance(value, Tensor) or not value.requires_grad:
         log.info("not tried whether samples depend on one another: the pass draws as many numbers as the data say")
         return False
@@ -202,6 +205,13 @@ def _rows(output: Any, kept: Tensor, batch: Batch, axis: int | None = None) -> l
     is_told = lambda t: t.ndim > dim and t.is_floating_point() and t.numel() and t.shape[dim] % count == 0
     rows = lambda t: t.movedim(dim, 0).reshape(count, -1)[kept.to(t.device)]
     return [rows(t) if is_told(t) else t.new_zeros(0) for t in tensors_in(output)]
+
+
+def _rows_of_entries(output: Any, kept: Tensor, batch: Batch) -> list[Tensor]:
+    """The same of a list with an entry for each sample, all in one tensor, with zeros after those of short ones."""
+    flat = lambda tree: [t.flatten() for t in tensors_in(tree) if t.is_floating_point()]
+    parts = [flat(output[n]) for n in kept.tolist()]
+    return [pad_sequence([torch.cat(own) for own in parts], batch_first=True)] if all(parts) else []
 
 
 def _differ(first: list[Tensor], second: list[Tensor], unit: list[Tensor] | None = None) -> bool:

@@ -289,11 +289,14 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         arrived = [name for name in self.waiting if chunk.of(name) is not None]
         if arrived:
             self.waiting = [name for name in self.waiting if name not in arrived]
-            together = layers_of(chunk.tape, [name for name in arrived if name not in self.alone])
-            apart = [(name,) for name in arrived if name in self.alone]
-            self.parts |= {names: self.make(names, chunk) for names in [*together, *apart]}
+            self.parts |= {names: self.make(names, chunk) for names in self._by_layer(chunk.tape, arrived)}
         for part in self.parts.values():
             part.add(chunk.on(part.space.device))
+
+    def _by_layer(self, tape: Tape | None, names: Collection[str]) -> list[tuple[str, ...]]:
+        """The names of each block; without a tape, of parameters that no data have met."""
+        together = layers_of(tape, [name for name in names if name not in self.alone])
+        return together + [(name,) for name in names if name in self.alone]
 
     def add_(self, other: Any) -> None:
         for names, part in other.parts.items():
@@ -308,7 +311,7 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
                 raise ValueError(f"{', '.join(names)}: read together by some of the data only")
 
     def result(self, scale: float) -> BlockDiagonal:
-        zeros = [DiagonalAccumulator(self.space.subspace([name])) for name in self.waiting]
+        zeros = [DiagonalAccumulator(self.space.subspace(names)) for names in self._by_layer(None, self.waiting)]
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:

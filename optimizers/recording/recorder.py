@@ -181,8 +181,10 @@ class Recorder:
             }
 
         def chosen(gradient: Tensor) -> Measured:
-            self.class_axis = self.class_axis or class_axis(gradient)
-            return measured[self.class_axis or 1]
+            axis = self.class_axis or class_axis(gradient)
+            self.class_axis = axis or 0
+            is_averaged = measured[1].curvature.rows is None  # rows serve one step, which may need some
+            return Measured() if axis is None and is_averaged else measured[axis or 1]
 
         first, asks = next(iter(measured.values())), len(measured) > 1
         self.passes.wait(first, found.sources, trained, team.statistics.discard, chosen if asks else None)
@@ -280,12 +282,14 @@ class Recorder:
                 self.generator.manual_seed(self.seed + self.monitor.steps)
 
 
-def class_axis(gradient: Tensor) -> int:
-    """The axis of classes, 1 or -1, along which gradients of cross-entropy add up to zero; 0 where none can be told."""
+def class_axis(gradient: Tensor) -> int | None:
+    """The axis, 1 or -1, along which gradients of cross-entropy add up to zero; 0: neither; None: all are zero."""
     if is_functorch_wrapped_tensor(gradient):
         return 0
     g = widen(gradient.detach())
     here, last, size = stack([g.sum(1).abs().sum(), g.sum(-1).abs().sum(), g.abs().sum()]).tolist()
+    if not size:
+        return None
     if last < CANCELLED * size <= here:
         return -1
     return int(here < CANCELLED * size)

@@ -210,3 +210,25 @@ def test_steps_have_a_name_in_profiles(kind: Kind) -> None:
         train(model, opt, 1)
     names = {event.name for event in profile.events()}
     assert {f"Optimizer.step#{kind.__name__}.step", f"Optimizer.zero_grad#{kind.__name__}.zero_grad"} <= names
+
+
+def test_whose_backward_hooks_are_called_when(kind: Kind) -> None:
+    """Of modules and activations also while a recorded pass returns; in `backward` with the loop's gradients."""
+    model, seen = net(), dict[str, list[str]]()
+    opt = kind(model)
+    phase = ""
+    note = lambda name: lambda *_: seen.setdefault(name, []).append(phase)
+    model[2].register_full_backward_hook(note("module"))
+    model[1].register_forward_hook(lambda m, x, out: (out.register_hook(note("activation")), None)[1])
+    model[0].weight.register_post_accumulate_grad_hook(note("parameter"))
+    for _ in range(3):
+        opt.zero_grad()
+        phase = "forward"
+        loss = nn.functional.cross_entropy(model(X), Y)
+        phase = "backward"
+        loss.backward()
+        phase = "step"
+        opt.step()
+    assert seen["parameter"] == ["backward"] * 3
+    for name in ("module", "activation"):
+        assert set(seen[name]) == {"forward", "backward"} and seen[name].count("backward") == 3

@@ -120,8 +120,7 @@ def test_matrices_say_what_was_found_and_what_to_return(name: str) -> None:
 
 
 # of the outputs above those whose samples nobody can tell apart
-OPAQUE = {"normal", "independent", "multivariate", "mixture", "categorical", "bernoulli", "divergence", "object",
-          "one of each sample"}  # fmt: skip
+OPAQUE = {"normal", "independent", "multivariate", "mixture", "categorical", "bernoulli", "divergence", "object"}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -155,3 +154,98 @@ def test_rows_are_from_the_buffers_that_there_are(name: str) -> None:
     for _ in range(2):
         same(curvature.per_sample_gradients(model, loss, x, y), {f"inner.{key}": g for key, g in expected.items()})
         assert float(model.scale) == 1
+
+
+SIZES = {
+    "a divisor": [2, 4, 2, 6], "all of the batch": [4, 8, 4, 4], "alike": [4, 4, 4, 4], "unlike": [1, 2, 3, 1],
+    "none": [0, 2, 4, 2],
+}  # fmt: skip
+
+
+def listed(form: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """As many rows of each sample as its first entry says."""
+    return lambda m, x: [form(m.inner(row[1:] * torch.arange(1, 1 + int(row[0]))[:, None].to(x))) for row in x]
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensors": (lambda t: t, lambda o: o),
+    "dicts": (lambda t: {"boxes": t, "scores": t[:, 0]}, lambda o: o["boxes"] * o["scores"][:, None]),
+    "tuples": (lambda t: (t, t.square()), lambda o: o[0] - o[1]),
+}
+
+
+def of_sizes(sizes: str, form: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    make, read = FORMS[form]
+    with seeded(4):
+        x = torch.cat([torch.tensor(SIZES[sizes])[:, None], torch.randn(4, 3)], 1).double()
+        model, y = Raw(listed(make), inner=nn.Linear(3, 2)).double(), torch.randn(4, 2).double()
+    one = lambda o, t: (read(o) - t).square().sum()
+    return model, lambda output, y: torch.stack([one(o, t) for o, t in zip(output, y, strict=True)]).mean(), x, y
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_list_with_an_entry_for_each_sample(sizes: str, form: str, chunk: int | None) -> None:
+    """Sizes that the number of samples divides are no axis of samples."""
+    model, loss, x, y = of_sizes(sizes, form)
+    expected = rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(4)])
+    for _ in range(2):
+        same(curvature.per_sample_gradients(model, loss, x, y, chunk=chunk), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_such_a_list_after_dropout_is_of_the_recorded_pass(sizes: str, form: str) -> None:
+    inner, loss, x, y = of_sizes(sizes, form)
+
+    def forward(m: Any, x: Tensor) -> Any:
+        return m.inner(torch.cat([x[:, :1], F.dropout(x[:, 1:], 0.5)], 1))
+
+    with seeded(3):
+        rows = curvature.per_sample_gradients(Raw(forward, inner=inner).double(), loss, x, y)
+    with seeded(3):
+        h = torch.cat([x[:, :1], F.dropout(x[:, 1:], 0.5)], 1)
+    expected = rows_of(inner, [loss(inner(h[n : n + 1]), y[n : n + 1]) for n in range(4)])
+    same(rows, {f"inner.{name}": g for name, g in expected.items()})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_samples_that_meet_before_such_a_list(sizes: str, form: str) -> None:
+    inner, loss, x, y = of_sizes(sizes, form)
+    centred = Raw(lambda m, x: m.inner(torch.cat([x[:, :1], x[:, 1:] - x[:, 1:].mean(0)], 1)), inner=inner)
+    with pytest.raises(ValueError, match="changes with the other samples"):
+        curvature.per_sample_gradients(centred, loss, x, y)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_loss_of_such_a_list_makes_up_that_of_the_batch(sizes: str) -> None:
+    """Entries may count by their lengths, but not meet."""
+    model, _, x, y = of_sizes(sizes, "tensors")
+    targets = lambda output, y: torch.cat([t.expand_as(o) for o, t in zip(output, y, strict=True)])
+    loss = lambda output, y: F.mse_loss(torch.cat(output), targets(output, y))
+    one = lambda n: torch.cat(model(x[n : n + 1])) - y[n]
+    expected = rows_of(model, [one(n).square().sum() / max(1, one(n).numel()) for n in range(4)])
+    found = curvature.per_sample_gradients(model, loss, x, y)
+    same({k: g.nan_to_num(0.0) for k, g in found.items()}, expected)
+    met = lambda output, y: torch.stack([o.sum() for o in output]).var(correction=0) + y.sum()
+    with pytest.raises(ValueError, match="of its gradient at the output of a sample is not of that"):
+        curvature.per_sample_gradients(model, met, x, y)
+
+
+def test_as_many_heads_as_samples() -> None:
+    """A tuple of two heads, of a batch of two, holds samples along its axis."""
+    model, loss, x, y = problem("list of sizes")
+    expected = rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(2)])
+    same(curvature.per_sample_gradients(model, loss, x[:2], y[:2]), expected)
+    centred = Raw(lambda m, x: m.inner(x - x.mean(0)), inner=model)
+    with pytest.raises(ValueError, match="changes with the other samples"):
+        curvature.per_sample_gradients(centred, loss, x[:2], y[:2])
+    dropped = Raw(lambda m, x: m.inner(F.dropout(x, 0.5)), inner=model).double()
+    with seeded(3):
+        rows = curvature.per_sample_gradients(dropped, loss, x[:2], y[:2])
+    with seeded(3):
+        h = F.dropout(x[:2], 0.5)
+    expected = rows_of(model, [loss(model(h[n : n + 1]), y[n : n + 1]) for n in range(2)])
+    same(rows, {f"inner.{name}": g for name, g in expected.items()})

@@ -152,3 +152,74 @@ def test_an_expert_with_few_samples(call: str) -> None:
     v = torch.ones(E * I * O).double()
     for builder in (curvature.kfac, curvature.ekfac):
         matches(builder(model, LOSS, (x, y))["W"].solve(v, 0.1)[2 * I * O :], 10 * v[2 * I * O :])
+
+
+class Indexed(nn.Module):
+    """Experts that get their samples by an index; the last gets none, and is called without samples or not at all."""
+
+    def __init__(self, expert: Callable[[], nn.Module], is_called: bool) -> None:
+        super().__init__()
+        self.experts, self.is_called = nn.ModuleList(expert() for _ in range(3)), is_called
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 2)
+        for k, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0).long() == k).nonzero()[:, 0]
+            if self.is_called or len(rows):
+                out = out.index_put((rows,), expert(x[rows]))
+        return out
+
+
+EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)),
+    "without_bias": lambda: nn.Linear(4, 2, bias=False),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)),
+    "recurrent": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LSTM(2, 2, batch_first=True), Last()),
+    "attention": lambda: nn.Sequential(Attention(), nn.Linear(4, 2)),
+}
+
+
+class Last(nn.Module):
+    def forward(self, found: tuple[Tensor, Any]) -> Tensor:
+        return found[0][:, -1]
+
+
+class Attention(nn.MultiheadAttention):
+    def __init__(self) -> None:
+        super().__init__(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        tokens = torch.stack([x, x.flip(1)], 1)
+        return super().forward(tokens, tokens, tokens, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("builder", [curvature.fisher_blocks, curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("expert", EXPERTS)
+def test_an_expert_that_no_sample_reaches(expert: str, builder: Callable[..., Any], is_called: bool) -> None:
+    """Its curvature is zero, in blocks of the same parameters as that of the others."""
+    with seeded(2):
+        model = Indexed(EXPERTS[expert], is_called).double()
+        data = torch.randn(N, I).double(), torch.randn(N, 2).double()
+    K = builder(model, LOSS, data)
+    for name, _ in model.experts[0].named_parameters():
+        own = [K[f"experts.{k}.{name}"] for k in range(3)]
+        inner = [[n.removeprefix(f"experts.{k}.") for n in block.space.names] for k, block in enumerate(own)]
+        assert inner[0] == inner[1] == inner[2]
+        assert not own[2].to_dense().any() and own[0].shape == own[2].shape
+    if builder is curvature.fisher_blocks:
+        exact, where = Matrices(model, LOSS, data).fisher, oracle.positions(model)
+        for block in K.blocks.values():
+            rows = torch.cat([where[name].flatten() for name in block.space.names])
+            matches(block.to_dense(), exact[rows[:, None], rows], 1e-8)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_structure_of_its_own_for_an_expert_that_no_sample_reaches(is_called: bool) -> None:
+    with seeded(2):
+        model = Indexed(EXPERTS["mlp"], is_called).double()
+        data = torch.randn(N, I).double(), torch.randn(N, 2).double()
+    K = curvature.kfac(model, LOSS, data, structure={"experts.2.0.weight": "dense"})
+    assert K["experts.2.0.weight"].space.names == ("experts.2.0.weight",)
+    assert K["experts.2.0.bias"].space.names == ("experts.2.0.bias",)
+    assert K["experts.2.2"].space.names == ("experts.2.2.weight", "experts.2.2.bias")

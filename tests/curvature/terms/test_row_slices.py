@@ -14,7 +14,7 @@ import curvature
 from curvature.kronecker.factors import Scheme
 from curvature.terms import RowSlice
 from curvature.terms.contractions import gradients, row_ranges
-from optimizers import EKFAC, KFAC
+from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.oracles.brute_force import Matrices, positions
 from support.oracles.influence import own_gradients, scores
@@ -166,3 +166,33 @@ def test_optimizers_keep_them_apart(make: Any) -> None:
         LOSS(model(x), y).backward()
         opt.step()
         assert len(opt.store.blocks) == blocks
+
+
+TWICE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool]] = {
+    "alike": (lambda m, h: torch.addmm(m.bias, h, m.weight, beta=2, alpha=2), True),
+    "other factors": (lambda m, h: torch.addmm(m.bias, h, m.weight, beta=0.5), False),
+    "linear": (lambda m, h: F.linear(h, m.weight, m.bias), False),
+    "linear of the transpose": (lambda m, h: F.linear(h, m.weight.T, m.bias), False),
+    "product": (lambda m, h: h @ m.weight, False),
+}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("other", TWICE)
+def test_a_weight_that_is_read_twice(other: str, is_first: bool) -> None:
+    """Weight and bias are one block if both reads are of one kind; either way blocks are those of the matrix."""
+    read, is_joint = TWICE[other]
+    calls = [read, lambda m, h: torch.addmm(m.bias, h, m.weight)][:: 1 if is_first else -1]
+    with seeded(0):
+        model = Raw(lambda m, x: calls[1](m, calls[0](m, x).tanh()), weight=(3, 3), bias=(3,)).double()
+        x, y = torch.randn(6, 3).double(), torch.arange(6) % 3
+    exact, where = Matrices(model, LOSS, (x, y)).gauss_newton, positions(model)
+    for build in (curvature.fisher_blocks, curvature.kfac):
+        assert len(build(model, LOSS, (x, y)).blocks) == (1 if is_joint else 2)
+    for block in curvature.fisher_blocks(model, LOSS, (x, y)).blocks.values():
+        rows = torch.cat([where[name].flatten() for name in block.space.names])
+        torch.testing.assert_close(block.to_dense(), exact[rows[:, None], rows])
+    opt = NaturalGradient(model, loss=LOSS, layerwise=True)
+    LOSS(model(x), y).backward()
+    opt.step()
+    assert len(opt.store.blocks) == (1 if is_joint else 2)

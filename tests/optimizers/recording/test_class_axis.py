@@ -84,3 +84,24 @@ def test_both_axes_take_one_seed(axis: int) -> None:
     expected = torch.Generator().manual_seed(5)
     torch.randint(1 << 62, (), generator=expected)
     assert torch.equal(opt.recorder.generator.get_state(), expected.get_state())
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("first", ["zero", "ignored", "penalty"])
+def test_gradients_of_zero_do_not_tell_the_axis_and_do_not_count(optimizer: Any, first: str) -> None:
+    """The next ones are asked, and steps are those of a model that has its classes on axis 1."""
+    ends = []
+    for axis in (1, -1):
+        model = tokens(axis).double()
+        opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact())
+        for k in range(5):
+            opt.zero_grad()
+            value = entropy(model(X.double()), torch.full_like(Y, -100) if first == "ignored" and k < 2 else Y)
+            value = value.nan_to_num(0.0) if first == "ignored" else value * (k >= 2)
+            (value + 0.01 * flat(model).square().sum() * (first == "penalty")).backward()
+            opt.step()
+            # KFAC and EKFAC renew their curvature at the first steps alone, then at intervals
+            assert opt.recorder.class_axis in ((0,) if k < 2 else (0, axis) if k == 2 else (axis,))
+        ends.append(flat(model))
+    if first != "penalty" or optimizer is not NaturalGradient:  # whose rows of such a step are those for axis 1
+        torch.testing.assert_close(*ends)
