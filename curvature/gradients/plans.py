@@ -53,17 +53,17 @@ DATA_DEPENDENT = {
     "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
 }  # fmt: skip
 TENSOR = "a tensor"
-SETTINGS: dict[type, list[str]] = {}  # by kind of node, what it saves beside tensors: axes, shifts, sizes
+SETTINGS: dict[type, list[str]] = {}  # by kind of torch's nodes, what they save beside tensors: axes, shifts, sizes
 
 
 def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
     """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
     nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
     for node in nodes:
-        if type(node).__name__.partition("Backward")[0] not in DATA_DEPENDENT:
-            may_move = is_of_the_user(node)
-        else:
+        if type(node).__name__.partition("Backward")[0] in DATA_DEPENDENT:
             may_move = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+        else:
+            may_move = type(node) not in SETTINGS and is_of_the_user(node)
         if may_move:
             return None
     numbers = {node: k for k, node in enumerate(nodes)}
