@@ -100,8 +100,8 @@ def layers_of(tape: Tape, names: Iterable[str]) -> list[tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     names = list(names)
     for name in names:
-        bias = joint_bias(tape, name)
-        if bias in names and bias not in found and name not in found:
+        bias = None if name in found else joint_bias(tape, name)
+        if bias in names and bias not in found:
             found |= dict.fromkeys([name, bias], (name, bias))
     return list(dict.fromkeys(found.get(name, (name,)) for name in names))
 
