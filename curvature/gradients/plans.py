@@ -111,13 +111,12 @@ def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
         del plans[oldest]
 
 
-def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Plan | None]:
-    """The tape and the output of a forward pass, and the plan that applies; in full precision if one is to be learnt.
+def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
+    """The tape and the output of a forward pass from `start`, and its plan; in full precision if one is to be learnt.
 
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     ValueError where a module makes samples depend on each other.
     """
-    start = start or ModelState(batch.model)
     kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
     is_expected = any(graph is not None for graph, *_ in kept)
     while True:
@@ -281,7 +280,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     two = replace(batch, x=map_tensors(twice, batch.x), count=2)
     try:
         with tape.start.again():
-            beside, output, _ = record(two)
+            beside, output, _ = record(two, ModelState(two.model))
             probed = two.probe(output)
             learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
     except Exception as error:  # whatever a model raises that does not run on two samples
