@@ -106,8 +106,10 @@ def layers_of(tape: Tape | None, names: Iterable[str]) -> list[tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     names = list(names)
     for name in names:
+        if name in found:
+            continue
         bias = bias_by_name(name) if tape is None else joint_bias(tape, name)
-        if bias in names and bias not in found and name not in found:
+        if bias in names and bias not in found:
             found |= dict.fromkeys([name, bias], (name, bias))
     return list(dict.fromkeys(found.get(name, (name,)) for name in names))
 

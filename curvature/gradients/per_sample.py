@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from curvature.recording import graph_leaves, preserve_state, stream_backprops, 
 from curvature.terms import DenseGradients, Term, contractions
 
 Contraction = Callable[[list[Term]], Any]
-T = TypeVar("T")
+Run = TypeVar("Run", bound=Callable[..., Any])
 WAITING_BYTES = 1 << 22  # of backprops that wait to be contracted
 DIFFERENTIATED = (
     "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so that a "
@@ -34,6 +35,21 @@ UNEQUAL = (
     "clipped gradients: samples count differently in %s, which divides by the weights or tokens of the whole batch; "
     "their own losses know nothing of that and count alike. A loss (w * l).mean() keeps weights, and is private"
 )
+
+
+def _for_logits_or_whole(run: Run) -> Run:
+    """Decorator of functions of a batch: with whole outputs where the loss reads more of them than their logits."""
+
+    @functools.wraps(run)
+    def wrapper(batch: Batch, *args: Any) -> Any:
+        try:
+            return run(batch, *args)
+        except AttributeError:
+            if not batch.takes_logits:
+                raise
+            return run(replace(batch, takes_logits=False), *args)
+
+    return cast("Run", wrapper)
 
 
 @either_form
@@ -160,9 +176,10 @@ def check_gradients(
         batch.output()
         if state.random.differs():
             raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    _for_logits_or_whole(batch, _check_each_alone)
+    _check_each_alone(batch)
 
 
+@_for_logits_or_whole
 def _check_each_alone(batch: Batch) -> None:
     rows = contracted(batch, contractions.gradients)
     for n in range(batch.count):
@@ -190,24 +207,11 @@ def sample_terms(batch: Batch) -> Terms:
     return contracted(batch, list)
 
 
+@_for_logits_or_whole
 def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """What `contract` makes of the terms of every parameter, in the order of the parameters."""
     if not batch.count:  # Poisson sampling draws such batches
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
-    return _for_logits_or_whole(batch, lambda own: _contracted(own, contract))
-
-
-def _for_logits_or_whole(batch: Batch, run: Callable[[Batch], T]) -> T:
-    """`run` of the batch; with whole outputs where the loss reads more than their logits, as ``output.loss``."""
-    try:
-        return run(batch)
-    except AttributeError:
-        if not batch.takes_logits:
-            raise
-        return run(replace(batch, takes_logits=False))
-
-
-def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     with preserve_state(batch.model, batch.parameters) as state:
         # 1. record: which functions read which parameters, and what they met there
         tape, output, plan = record(batch, state)
@@ -223,9 +227,14 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
             return {name: contract(terms[name]) for name in batch.parameters}
 
         # 2. losses: each sample's own; one that reads parameters itself, as a penalty does, has plans of its own
-        losses = _own_losses(batch, output)
+        of_torch, samples = is_torch_loss(batch.loss), (output, batch.y, batch.count, *batch.dims[1:])
+        with nullcontext() if of_torch else RefuseDoubleBackward():
+            losses = per_sample_losses(batch.loss, *samples)
+        shares = require_weighted_sum(batch.loss, *samples)
+        if batch.are_clipped and not count_alike(batch.loss, shares, *samples):
+            warn_once(UNEQUAL, name_of(batch.loss))
         key = batch.key
-        if not is_torch_loss(batch.loss):
+        if not of_torch:
             reached = set(map(id, graph_leaves(losses, beyond=output)))
             if penalised := tuple(name for name, p in batch.parameters.items() if id(p) in reached):
                 plan, key = None, (key, penalised)
@@ -255,14 +264,3 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         for name in tape.parameters.keys() - results.keys():
             results[name] = contract([zeros(tape, name, batch.count)])
         return {name: results[name] for name in tape.parameters}
-
-
-def _own_losses(batch: Batch, output: Tensor) -> Tensor:
-    """The samples' own losses (N,), where these make up the loss of the batch."""
-    where = output, batch.y, batch.count, *batch.dims[1:]
-    with nullcontext() if is_torch_loss(batch.loss) else RefuseDoubleBackward():
-        losses = per_sample_losses(batch.loss, *where)
-    shares = require_weighted_sum(batch.loss, *where)
-    if batch.are_clipped and not count_alike(batch.loss, shares, *where):
-        warn_once(UNEQUAL, name_of(batch.loss))
-    return losses

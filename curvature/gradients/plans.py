@@ -53,17 +53,17 @@ DATA_DEPENDENT = {
     "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
 }  # fmt: skip
 TENSOR = "a tensor"
-SETTINGS: dict[type, list[str]] = {}  # by kind of node, what it saves beside tensors: axes, shifts, sizes
+SETTINGS: dict[type, list[str]] = {}  # by kind of torch's nodes, what they save beside tensors: axes, shifts, sizes
 
 
 def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
     """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
     nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
     for node in nodes:
-        if type(node).__name__.partition("Backward")[0] not in DATA_DEPENDENT:
-            may_move = is_of_the_user(node)
-        else:
+        if type(node).__name__.partition("Backward")[0] in DATA_DEPENDENT:
             may_move = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+        else:
+            may_move = type(node) not in SETTINGS and is_of_the_user(node)
         if may_move:
             return None
     numbers = {node: k for k, node in enumerate(nodes)}
@@ -111,13 +111,12 @@ def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
         del plans[oldest]
 
 
-def record(batch: Batch, start: ModelState | None = None) -> tuple[Tape, Any, Plan | None]:
-    """The tape and the output of a forward pass, and the plan that applies; in full precision if one is to be learnt.
+def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
+    """The tape and the output of a forward pass from `start`, and its plan; in full precision if one is to be learnt.
 
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     ValueError where a module makes samples depend on each other.
     """
-    start = start or ModelState(batch.model)
     kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
     is_expected = any(graph is not None for graph, *_ in kept)
     while True:
@@ -281,7 +280,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     two = replace(batch, x=map_tensors(twice, batch.x), count=2)
     try:
         with tape.start.again():
-            beside, output, _ = record(two)
+            beside, output, _ = record(two, ModelState(two.model))
             probed = two.probe(output)
             learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
     except Exception as error:  # whatever a model raises that does not run on two samples

@@ -51,36 +51,31 @@ class NoWeightedSum(ValueError):
 
 
 def require_weighted_sum(
-    loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+    loss: Any, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor | None:
     """Raise `NoWeightedSum` where samples meet. The samples' `shares`, where these had to be found, else None."""
     loss, where = resolve(loss), (output, target, count, output_dim, target_dim)
     if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
         return shares(loss, *where)
+    settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
+    weights = tuple((name, None if x is None else x.shape) for name, x in loss._buffers.items())
     batch = output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
-    settings = _settings(loss)
-    if count == 1 or (settings is not None and (settings, batch) in CHECKED):
+    # losses of one kind do the same but for their weights, unless an object has more than settings
+    kind = type(loss), tuple(sorted(settings.items())), weights, batch
+    has_hooks = loss._forward_hooks or loss._forward_pre_hooks
+    is_told = not has_hooks and all(isinstance(value, PLAIN) for value in settings.values())
+    if count == 1 or (is_told and kind in CHECKED):
         return None
     measured, masses = shares(loss, *where), sample_masses(loss, *where)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
         some = [", ".join(f"{float(v):.3g}" for v in values[:4]) for values in (measured, expected)]
         raise NoWeightedSum(loss, f"shares {some[0]} where its terms say {some[1]}")
-    if settings is not None:
+    if is_told:
         if len(CHECKED) >= MOST_CHECKED:  # batches of ever other lengths
             CHECKED.clear()
-        CHECKED.add((settings, batch))
+        CHECKED.add(kind)
     return None
-
-
-def _settings(loss: Any) -> Any:
-    """Equal for losses of torch that do the same but for their weights; None where an object has more than settings."""
-    settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
-    hooks = [getattr(loss, name, None) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    if any(hooks) or not all(isinstance(value, PLAIN) for value in settings.values()):
-        return None
-    weights = tuple((name, None if x is None else x.shape) for name, x in vars(loss).get("_buffers", {}).items())
-    return type(loss), tuple(sorted(settings.items())), weights
 
 
 def count_alike(

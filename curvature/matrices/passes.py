@@ -90,7 +90,7 @@ class DataSource:
                     continue
                 with self.surroundings() as state:
                     with AttentionInBlocks(), mode():  # for this alone: they slow every other function down
-                        tape, output, _ = gradients.record(batch)
+                        tape, output, _ = gradients.record(batch, state)
                     run = RecordedBatch(self, number, batch, state, tape, output)
                     del tape, output  # `run` alone holds them
                     visit(run)
