@@ -44,8 +44,8 @@ def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
 def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
     """`second_moment` of rows (n, g, d), as if each had one more entry of this value, the last: (g, d + 1, d + 1).
 
-    That entry of many rows takes no part in the product, and the result has space after each of its rows: where these begin at odd
-    places in memory, the product takes up to three times as long.
+    That entry takes no part in the product of many rows, and the result has space after each of its rows: where these
+    begin at odd places in memory, the product takes up to three times as long.
     """
     groups, d = rows.shape[1:]
     if rows.numel() <= COPIED_ELEMENTS.at(rows.device):
