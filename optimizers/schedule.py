@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by one step every so many steps ...
-USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature changes little
+# Curvature changes fast at first. Intervals grow by one step every third step up to four; then, and from the start to
+# one that is given, every tenth step up to ten, and further only where the curvature changes little.
+STEPS_PER_INTERVAL = 3, 10
+EARLY_INTERVAL, USUAL_INTERVAL = 4, 10
 LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
 IRREGULAR = 40503  # a step times this, modulo 2^16, looks random
@@ -46,10 +48,10 @@ class Schedule:
         return step >= self.renewed + max(self._every(step, self.factor_every) + self.shift, 1)
 
     def _every(self, step: int, given: int | None) -> int:
-        usual = 1 + step // STEPS_PER_INTERVAL
+        early, usual = (1 + step // steps for steps in STEPS_PER_INTERVAL)
         if given is not None:
             return min(given, usual)
-        return max(min(usual, USUAL_INTERVAL), round(self.interval))
+        return max(min(early, EARLY_INTERVAL), min(usual, USUAL_INTERVAL), round(self.interval))
 
     def note_renewal(self, step: int, drifts: Mapping[str, Sequence[float]]) -> None:
         """Note a renewal, and how far the sides of each block have moved by it."""

@@ -36,6 +36,11 @@ def test_intervals_grow_to_the_one_given():
     assert found[:10] == list(range(10)) and intervals(found)[9:] == [2] * 5 + [3] * 3 + [4] * 7
 
 
+def test_renewals_become_fewer_soon_after_the_start():
+    found = renewals(Schedule(None, None), 60, lambda _: DRIFT)
+    assert found == [0, 1, 2, 4, 7, *range(11, 40, 4), 44, 49, 55]
+
+
 @pytest.mark.parametrize("drift", [1.2 * DRIFT, 10 * DRIFT])
 def test_curvature_that_changes_is_renewed_every_ten_steps(drift: float):
     found = renewals(Schedule(None, None), 300, lambda _: drift)
