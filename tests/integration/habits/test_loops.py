@@ -316,6 +316,7 @@ def test_closures_return_the_loss_before_the_step(make: Make) -> None:
 def test_batches_of_all_sizes_count(make: Make) -> None:
     model = net()
     opt, before = make(model), copied(model)
+    opt.preconditioner.schedule.factor_every = 1
     for size in (16, 5, 1, 16, 3):
         train(model, opt, 1, X[:size], Y[:size])
         assert moved(model, before) == set(before)
