@@ -17,7 +17,7 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import ByDevice, cat, full_precision, stack, without_autocast
+from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
 from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -319,8 +319,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
         seen = [(leaf, own, *found) for leaf, own in pairs if (found := leaf.means(own)) is not None]
-        sums = [x for *_, traces, others in seen for x in traces + others]
-        numbers = iter(stack(sums).tolist() if sums else ())
+        numbers = map(float, to_host([x for *_, traces, others in seen for x in traces + others]))
         moved: dict[Block, int] = {}  # by how many of the drifts
         drifts: list[Tensor] = []
         waiting: list[tuple[Tensor, Tensor]] = []

@@ -187,3 +187,11 @@ def test_eigenvalues_alone(fault: Callable[[Any], Any], monkeypatch: pytest.Monk
     true = torch.linalg.eigvalsh
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda m: fault(true(m)))
     torch.testing.assert_close(eigenvalues_of(matrix()), true(matrix()), rtol=1e-4, atol=1e-4)
+
+
+def test_an_infinite_entry_has_no_inverse() -> None:
+    """Of one row it would be zero, and finite."""
+    for size in (1, 3):
+        matrix = torch.eye(size)[None].clone()
+        matrix[0, 0, 0] = torch.inf
+        assert not bool(try_spd_inverse(matrix)[1])
