@@ -89,7 +89,14 @@ class Accumulator(Generic[Result]):
 
     def refined(self, block: Any) -> Accumulator[Any]:
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
-        return FixedOperator(block)
+        if isinstance(block, Kronecker | EigenKronecker):
+            raise ValueError(
+                f"factors: found {block!r}, but these data read {self.names[0]} in a way that has no such factors; make "
+                "them of all data, or choose structure= for both"
+            )
+        # what no data of the first has reached is zero there, and data of the second may reach it
+        is_zero = isinstance(block, Diagonal) and not bool(block.diagonal().any())
+        return self if is_zero else FixedOperator(block)
 
 
 class FixedOperator(Accumulator[Operator]):

@@ -280,8 +280,8 @@ def ekfac(
 
     Args:
         factors: what `kfac` (or `combine`) returned for the same parameters, perhaps of more data. There is then only
-            one pass over the data, in the eigenbasis of these factors; blocks without factors stay as they are, also
-            those of zeros.
+            one pass over the data, in the eigenbasis of these factors; blocks without factors stay as they are, but
+            for zeros: they are of these data.
         store: as for `kfac`; ``store + ".factors"`` is the file of the first of two passes.
 
     Without `factors` it takes two passes over the data. Other arguments, units and errors are those of `kfac`.

@@ -223,3 +223,21 @@ def test_a_structure_of_its_own_for_an_expert_that_no_sample_reaches(is_called: 
     assert K["experts.2.0.weight"].space.names == ("experts.2.0.weight",)
     assert K["experts.2.0.bias"].space.names == ("experts.2.0.bias",)
     assert K["experts.2.2"].space.names == ("experts.2.2.weight", "experts.2.2.bias")
+
+
+def test_factors_of_data_that_reach_fewer_experts() -> None:
+    """An expert that is zero in them is measured with the data at hand; one that is read in another way raises."""
+    with seeded(2):
+        model = Indexed(lambda: nn.Linear(4, 2), False).double()
+        x, y = torch.randn(N, I).double(), torch.randn(N, 2).double()
+    some = torch.cat([-x[:, :1].abs(), x[:, 1:]], 1)
+    chosen = {"experts.0.weight": "dense", "experts.0.bias": "dense"}
+    K = curvature.kfac(model, LOSS, (some, y), structure=chosen)
+    assert not K["experts.1"].to_dense().any()
+    found, exact = curvature.ekfac(model, LOSS, (x, y), factors=K, structure=chosen), Matrices(model, LOSS, (x, y))
+    rows = torch.cat([oracle.positions(model)[f"experts.1.{name}"].flatten() for name in ("weight", "bias")])
+    matches(found["experts.1"].to_dense(), exact.fisher[rows[:, None], rows], 1e-8)
+    matches(found["experts.0.weight"].to_dense(), K["experts.0.weight"].to_dense(), 1e-12)
+    K = curvature.kfac(model, LOSS, (some, y))
+    with pytest.raises(ValueError, match=r"factors: found Kronecker.*read experts.0.weight in a way"):
+        curvature.ekfac(model, LOSS, (x, y), factors=K)
