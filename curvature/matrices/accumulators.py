@@ -91,8 +91,8 @@ class Accumulator(Generic[Result]):
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
         if isinstance(block, Kronecker | EigenKronecker):
             raise ValueError(
-                f"factors: found {block!r}, but these data read {self.names[0]} in a way that has no such factors; make "
-                "them of all data, or choose structure= for both"
+                f"factors: found {block!r}, but these data read {self.names[0]} in a way that has no such factors; "
+                "make them of all data, or choose structure= for both"
             )
         # what no data of the first has reached is zero there, and data of the second may reach it
         is_zero = isinstance(block, Diagonal) and not bool(block.diagonal().any())
