@@ -192,8 +192,11 @@ class LayerVector(Mapping[str, Tensor]):
         return list(map(inner, self.vectors, other.vectors))
 
     def layer_dots(self, other: LayerVector) -> list[Tensor]:
-        """The inner products of layers, (n,) for each family."""
-        return [torch.linalg.vecdot(*_wide(x, y)) for x, y in zip(self.rows, other.rows, strict=True)]
+        """The inner products of layers, (n,) for each family, () of one layer."""
+        return [
+            inner(x, y) if len(x) == 1 else torch.linalg.vecdot(*_wide(x, y))  # the latter writes all products
+            for x, y in zip(self.rows, other.rows, strict=True)
+        ]
 
     def multiply_(self, factor: float) -> None:
         for x in self.vectors:

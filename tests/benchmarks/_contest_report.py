@@ -376,7 +376,7 @@ def family_cells(result: FamilyResult, scores: Sequence[Score]) -> list[str]:
     return [
         result.title,
         names,
-        f"{result.budget:g}",
+        f"{result.budget:.3g}",
         median(scores, "speed", "slower", "<", least=True),
         median(scores, "steps", "more", ">", least=False),
         " / ".join(f"{found.loss:.2f}" if math.isfinite(found.loss) else "not finite" for found in scores),

@@ -9,7 +9,8 @@
 
 Rivals keep one learning rate, have no weight decay, and are tuned with seed 0 for the lowest training loss at the end
 of the family's budget of CPU seconds, over half decades of the learning rate that go on while the best lies at their
-end. `generality_tuned.json` has the grids. One thread; only zero_grad, forward, backward and step are on the clock.
+end. `generality_tuned.json` has the grids. A race gives as many seconds as the steps of SGD take that the budget held
+then, so a slower machine runs longer. One thread; only zero_grad, forward, backward and step are on the clock.
 All contestants of a seed share the process and take turns. With `--rivals`, ours are raced against runs of another
 time, and their seconds brought to the pace that the machine had then, by steps of SGD taken in between.
 """
@@ -38,6 +39,7 @@ import optimizers
 TUNED = Path(__file__).with_name("generality_tuned.json")
 HALF, END = (0.42, 0.46, 0.5), (0.8, 0.9, 1.0)  # of the budget: where a trial is evaluated
 SELDOM = 10.0  # growth of the steps between its other evaluations
+PACED = 100  # steps of SGD that tell how fast the machine is
 PRUNE = 3.0  # a learning rate is abandoned if half-way its loss is this many times that of the best so far
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 GRIDS = {"sgd": (1e-2, 3e-2, 1e-1, 3e-1), "adamw": RATES, "muon": RATES, "soap": RATES}  # to begin with
@@ -85,6 +87,22 @@ def tuned(family: Problem, entry: Entry, budget: float) -> Iterator[Trial]:
         yield from tune(entry, GRIDS[entry.name], trial_of(family, entry, budget), extra)
 
 
+def budget_here(options: argparse.Namespace, family: Problem) -> float:
+    """The budget's seconds on this machine: rivals take about as many steps as they were tuned for.
+
+    Raises:
+        SystemExit: SGD was not tuned.
+    """
+    sgd = load(options.tuned).get(family.name, {}).get("sgd")
+    if sgd is None:
+        raise SystemExit(f"not tuned: generality.py --tune --families {family.name} --optimizers sgd")
+    then = statistics.median([trial["seconds"] / trial["steps"] for trial in sgd["grid"]])
+    run = Run(family, ENTRIES["sgd"], {"lr": 0.0}, seed=0)
+    for _ in range(PACED):
+        run.step()
+    return options.scale * family.budget * statistics.median(run.durations) / then
+
+
 def race(
     family: Problem, contestants: Mapping[Entry, Setting], seed: int, budget: float, rivals: Sequence[Record] = ()
 ) -> list[Record]:
@@ -117,14 +135,14 @@ def race_all(options: argparse.Namespace, family: Problem) -> FamilyResult:
         SystemExit: a rival was not tuned, or the file of the rivals has no runs of this family and seed.
     """
     chosen = [entry for name, entry in CONTESTANTS.items() if name in options.optimizers]
-    budget = options.scale * family.budget
     how = f"generality.py --tune --families {family.name} --optimizers"
     contestants = settings(options.tuned, family.name, chosen, how)
     warm_up(family, contestants)
+    earlier = load(options.rivals).get(family.name) if options.rivals else None
+    budget = earlier["budget"] if earlier else budget_here(options, family)
     result = FamilyResult(family.title, machine("cpu"), [], family.objective, family.metric, budget)
-    earlier = load(options.rivals) if options.rivals else {}
     for seed in range(options.seeds):
-        rivals = FamilyResult.read(earlier[family.name]).of(seed, ours=False) if family.name in earlier else []
+        rivals = FamilyResult.read(earlier).of(seed, ours=False) if earlier else []
         if options.rivals and not rivals:
             raise SystemExit(f"{options.rivals} has no runs of rivals on {family.name} with seed {seed}")
         result.records.extend(rivals)

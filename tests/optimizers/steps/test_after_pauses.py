@@ -65,7 +65,8 @@ def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Los
         usual(model, opt, 12)
         train(model, opt, pause, X, Y, 800)
         ends.append(fmean(usual(model, opt, 80)[-5:]))
-    assert ends[0] < ends[1]
+    # 800 steps at a loss near zero depend on rounding: 0.012 or 0.020, SGD 0.018. The fault left it at 9.
+    assert ends[0] < 3 * ends[1]
 
 
 def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
