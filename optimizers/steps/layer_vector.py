@@ -192,9 +192,9 @@ class LayerVector(Mapping[str, Tensor]):
         return list(map(inner, self.vectors, other.vectors))
 
     def layer_dots(self, other: LayerVector) -> list[Tensor]:
-        """The inner products of layers, (n,) for each family, () of one layer."""
+        """The inner products of layers, (n,) for each family."""
         return [
-            inner(x, y) if len(x) == 1 else torch.linalg.vecdot(*_wide(x, y))  # the latter writes all products
+            inner(x, y).view(1) if len(x) == 1 else torch.linalg.vecdot(*_wide(x, y))  # the latter writes all products
             for x, y in zip(self.rows, other.rows, strict=True)
         ]
 
