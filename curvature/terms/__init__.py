@@ -11,8 +11,7 @@ Indices: n sample, t place, g group, i input, o output.
 """
 
 from curvature.terms import contractions, pairs, squared_gradients
-from curvature.terms.affine_layout import AffineLayout
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.basic import AffineLayout, DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients, joined, name_of_rows, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.projections import pieces, project_sides
