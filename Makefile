@@ -88,7 +88,8 @@ kernels: .venv/test.stamp
 	@PYTHONPATH=tests $(BIN)/python -m support.simulated_device.build
 
 # The code of pyproject's [tool.mutmut] broken at one place at a time, in the folder mutants: do the fast tests see it?
-# Those that they do not see are listed; `.venv/bin/mutmut show NAME` has the change. MUTANTS="curvature.terms.pairs*"
+# Those that they do not see are listed; `.venv/bin/mutmut show NAME` has the change.
+# MUTANTS="curvature.terms.contractions*"
 mutants: .venv/test.stamp .venv/mutation.stamp
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/mutmut run $(MUTANTS)
 	$(BIN)/mutmut results

@@ -6,8 +6,8 @@ second derivatives. This is Taylor mode of second order with the second derivati
 the gradients h_i become ``f' h_i``, and ``L = sum_ij C_ij d_i d_j h`` becomes ``f' L + f'' sum_ij C_ij h_i h_j``.
 """
 
-from curvature.forward_laplacian import linear, pointwise
-from curvature.forward_laplacian.jet import RULES, Jet, NoRule, QuadraticForm, Recorded, Taylor
+from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.laplacian import laplacian
+from curvature.forward_laplacian.rules import RULES, Taylor
 
-__all__ = ["QuadraticForm", "Jet", "NoRule", "RULES", "Recorded", "Taylor", "laplacian", "linear", "pointwise"]
+__all__ = ["QuadraticForm", "Jet", "NoRule", "RULES", "Recorded", "Taylor", "laplacian"]

@@ -1,4 +1,4 @@
-"""A tensor with its derivatives, the weights of its second derivatives, and the mode that sends functions to rules."""
+"""A tensor with its derivatives, the weights of its second derivatives, and a call of a function of such tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from curvature.forward_laplacian.function_kinds import METADATA
-from curvature.functional import FORMULAS, traceable_body
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -105,20 +101,6 @@ class Call:
         return self.of([jet.value for jet in self.jets])
 
 
-Rule = Callable[[Call], Any]
-RULES: dict[Function, Rule] = {}
-
-
-def register(functions: Iterable[Function]) -> Callable[[Rule], Rule]:
-    """Decorator: enter a rule into the table for each of these functions."""
-
-    def enter(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(functions, rule))
-        return rule
-
-    return enter
-
-
 def jets_in(tree: Sequence[Any]) -> Iterator[Jet]:
     for x in tree:
         if isinstance(x, Jet):
@@ -134,36 +116,3 @@ def map_arguments(tree: Any, take: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, dict):
         return {k: map_arguments(x, take) for k, x in tree.items()}
     return type(tree)([map_arguments(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
-
-
-class Taylor(TorchFunctionMode):
-    """Functions of jets run by their rule, or as their formula; all others run as they are.
-
-    Raises:
-        NoRule: a function of jets has neither.
-    """
-
-    def __init__(self, form: QuadraticForm) -> None:
-        super().__init__()
-        self.form = form
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        jets = list(jets_in(args))
-        if kwargs:
-            jets += jets_in(tuple(kwargs.values()))
-        if not jets:
-            return func(*args, **kwargs)
-        call = Call(self.form, func, jets, args, kwargs)
-        if not torch.is_grad_enabled() and func not in METADATA:
-            raise NoRule(f"{call.name} with gradients off, as in a custom autograd function")
-        if kwargs.get("out") is not None:
-            raise NoRule(f"{call.name} with out=")
-        rule = RULES.get(func)
-        if rule is not None:
-            return rule(call)
-        formula = FORMULAS.get(func) or traceable_body(func)
-        if formula is None:
-            raise NoRule(call.name)
-        with self:
-            return formula(*args, **kwargs)

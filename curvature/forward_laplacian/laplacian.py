@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature import recording
-from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
+from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
+from curvature.forward_laplacian.rules import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples, own_functions
 from curvature.linalg import full_precision, hides_second_derivatives, noise_floor, rounding_tolerance
 from curvature.recording import ModelState, preserve_state

@@ -38,14 +38,16 @@ from curvature.gradients.per_sample import (
 )
 from curvature.gradients.plans import (
     Plan,
+    candidate_axes,
+    certain_layouts,
     differences,
     kept_plan,
     learn,
     plan_beside_copy,
     record,
+    sample_layouts,
     single_sample_reference,
 )
-from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
 from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_noise_scale
 
 __all__ = [

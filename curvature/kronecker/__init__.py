@@ -8,12 +8,18 @@ products (`invert_kronecker_sums`). Nothing here averages over batches.
 
 from curvature.kronecker.applied import EigenInverse, KroneckerInverse, LowRankMatrix, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length
-from curvature.kronecker.inverses import carry_diagonal, eigen_inverses, eigenbases, factored_inverses
-from curvature.kronecker.second_moments import subsample_samples
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length, subsample_samples
+from curvature.kronecker.inverses import (
+    KroneckerSumInverse,
+    Pair,
+    carry_diagonal,
+    eigen_inverses,
+    eigenbases,
+    factored_inverses,
+    invert_kronecker_sums,
+)
 from curvature.kronecker.sides import DiagonalSide, Side, nonzero_or_one
 from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics
-from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sums
 
 __all__ = [
     "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",

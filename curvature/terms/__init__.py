@@ -4,18 +4,16 @@ In: a layer's activations and backprops. Out: terms, which sum to the per-sample
 at t places gives ``sum_t b[n,t,g,o] a[n,t,g,i]`` (`OuterProduct`; before unfolding `Convolution` and
 `TransposedConvolution`), an embedding gives rows to add at indices (`IndexedRows`), a scale an `ElementwiseProduct`,
 everything else the gradients themselves (`DenseGradients`). A parameter whose row ranges are read separately has one
-`RowSlice` for each. `contractions` turns terms into gradients, norms and Gram matrices, `squared_gradients` into
-diagonals, `projections` into linear maps of them.
+`RowSlice` for each. `contractions` turns terms into gradients, norms, Gram matrices and linear maps,
+`squared_gradients` into diagonals.
 
 Indices: n sample, t place, g group, i input, o output.
 """
 
-from curvature.terms import contractions, pairs, squared_gradients
-from curvature.terms.affine_layout import AffineLayout
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
-from curvature.terms.contractions import gradients, joined, name_of_rows, row_ranges
+from curvature.terms import contractions, squared_gradients
+from curvature.terms.basic import AffineLayout, DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.contractions import gradients, joined, name_of_rows, pieces, project_sides, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.projections import pieces, project_sides
 from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
 from curvature.terms.term import (
     RowSlice,
@@ -33,6 +31,6 @@ from curvature.terms.term import (
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
     "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
-    "joined", "merge_places", "name_of_rows", "pairs", "pieces", "project_sides", "promote", "row_ranges",
+    "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

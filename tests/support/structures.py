@@ -11,7 +11,7 @@ from torch import Tensor
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from curvature.operators.matrix_free import Inverse, MatrixFree
-from curvature.terms.affine_layout import AffineLayout
+from curvature.terms.basic import AffineLayout
 
 # How layers lie in (g, o, i): plain, with a bias, grouped convolution, transposed matrix, grouped transposed
 # convolution, scale and shift of a normalisation.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.gradients import per_sample
-from curvature.gradients.plans import PLANS
-from curvature.gradients.sample_axes import find_layouts
+from curvature.gradients.plans import PLANS, find_layouts
 from curvature.layers import Layout
 from support.cases.case import Raw
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import curvature.kronecker.factors
-from curvature.kronecker import second_moments
+from curvature.kronecker import factors
 from curvature.kronecker.factors import Affine, Product, Reading, Scheme
 from curvature.kronecker.statistics import divisor, merge_products
 from curvature.linalg import ByDevice
@@ -82,7 +81,7 @@ def test_convolutions(name: str, sharing: str, monkeypatch):
     a, b = convolution_view(layer, x, v)
     moment, outputs = means(a, b, sharing)
     for chunk in (1 << 24, 1):
-        monkeypatch.setattr(curvature.kronecker.factors, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(factors, "CHUNK_ELEMENTS", chunk)
         total, number = scheme.activations(terms["weight"])
         close(total / number, moment)
     close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
@@ -338,12 +337,12 @@ def test_what_has_no_kronecker_factors():
 def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, in_parts: bool, monkeypatch):
     a = torch.randn(rows, groups, d, dtype=torch.float64)
     calls = []
-    symmetric = second_moments._fill_symmetric
-    monkeypatch.setattr(second_moments, "_fill_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
-    found = second_moments.second_moment(a, a, False)
+    symmetric = factors._fill_symmetric
+    monkeypatch.setattr(factors, "_fill_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
+    found = factors.second_moment(a, a, False)
     assert len(calls) == in_parts
     close(found, torch.einsum("ngi,ngj->gij", a, a))
-    close(second_moments.second_moment(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
-    monkeypatch.setattr(second_moments, "BLOCK_ELEMENTS", ByDevice(100 * d, 100 * d))
+    close(factors.second_moment(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
+    monkeypatch.setattr(factors, "BLOCK_ELEMENTS", ByDevice(100 * d, 100 * d))
     longer = torch.cat([a, torch.full((rows, groups, 1), 0.5, dtype=a.dtype)], 2)
-    close(second_moments.second_moment_with_constant(a, 0.5), torch.einsum("ngi,ngj->gij", longer, longer))
+    close(factors.second_moment_with_constant(a, 0.5), torch.einsum("ngi,ngj->gij", longer, longer))

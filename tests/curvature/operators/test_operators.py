@@ -15,7 +15,7 @@ from curvature.operators import space as space_module
 from curvature.operators.kronecker import Kronecker
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.space import MAX_DIRECT_SIZE
-from curvature.terms.affine_layout import AffineLayout
+from curvature.terms.basic import AffineLayout
 from support.combinations import member
 from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Jacobian
-from curvature.kronecker.sums import invert_kronecker_sums
+from curvature.kronecker.inverses import invert_kronecker_sums
 from curvature.preconditioners import residual_blocks
 from support.cases.case import Raw, seeded
 from support.oracles.residuals import damped_sum

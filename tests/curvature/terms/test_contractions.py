@@ -26,7 +26,6 @@ from curvature.terms import (
     convolution,
     joined,
     merge_places,
-    pairs,
     sum_of_products,
     unfold,
 )
@@ -235,10 +234,9 @@ def test_norms_and_gram(family: str, device, monkeypatch):
     for chunk in (1, 40, 1 << 24):
         with member(f"norms in chunks of {chunk}"), monkeypatch.context() as patch:
             patch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
-            patch.setattr(pairs, "CHUNK_ELEMENTS", chunk)
             assert_equal(contractions.norms_squared(terms), flat.square().sum(1))
         with member(f"Gram matrix in chunks of {chunk}"), monkeypatch.context() as patch:
-            patch.setattr(pairs, "CACHED_CHUNK_ELEMENTS", chunk)
+            patch.setattr(contractions, "CACHED_CHUNK_ELEMENTS", chunk)
             assert_equal(gram(terms), flat @ flat.T)
 
 
@@ -341,7 +339,7 @@ def cancelling(kind: str) -> tuple[list[Term], Tensor]:
 @pytest.mark.parametrize("kind", ["places", "terms"])
 def test_places_that_cancel(kind: str) -> None:
     terms, rows = cancelling(kind)
-    assert pairs.norms_cheaper_by_pairs(terms)  # else nothing cancels
+    assert contractions.norms_cheaper_by_pairs(terms)  # else nothing cancels
     flat = rows.flatten(1)
     norms = flat.norm(dim=1)
     found = contractions.norms_squared(terms).double().sqrt()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-import curvature.terms.projections
+import curvature.terms.contractions
 import curvature.uses.projections.projection
 from curvature.uses.projections.projection import Projection
 from support.cases.case import Raw, seeded
@@ -26,7 +26,7 @@ PROJECTIONS = [curvature.SignProjection(6), curvature.NormalProjection(6), curva
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small layers have several."""
     monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 50)
-    monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", 70)
+    monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", 70)
 
 
 def matrix(projection: Projection, model: nn.Module) -> Tensor:
@@ -94,7 +94,7 @@ def test_neither_batch_nor_pieces_matter(projection: Projection, device: str, mo
     wanted = rows(model, LOSS, x, y) @ matrix(projection, model)
     model, x, y = model.to(device), x.to(device), y.to(device)
     for entries in (60, 1 << 20):
-        monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", entries)
+        monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", entries)
         parts = [slice(0, 9), slice(0, 1), slice(2, 8), slice(4, 4)]
         for part in parts:
             found = curvature.per_sample_projections(model, LOSS, x[part], y[part], projection)
@@ -156,7 +156,7 @@ def test_inner_products_are_right_on_average() -> None:
 def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer of 14,400 weights at 30 samples, with a map to 64."""
     monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 10_000)
-    monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", 20_000)
+    monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", 20_000)
     model, x, y = nn.Linear(120, 120), torch.randn(30, 2, 120), torch.randn(30, 2, 120)
     for projection, most in ((curvature.SignProjection(64), 20_000), (curvature.KroneckerProjection(8), 14_400)):
         curvature.per_sample_projections(model, LOSS, x, y, projection)
