@@ -36,7 +36,7 @@ from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
-from optimizers.steps.closure_checks import ClosureWatch
+from optimizers.steps.closures import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 

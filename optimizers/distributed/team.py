@@ -1,17 +1,28 @@
-"""The processes that train a model together; looked up again when torch.distributed is initialised or ends."""
+"""The processes that train a model together: who decomposes which block (KAISA), and the sums of their statistics.
+
+Statistics are all-reduced from the backward pass on, and inverses broadcast to the processes that keep them.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from curvature.preconditioners import CurvatureStore
+from curvature.preconditioners import Block, CurvatureStore
 from optimizers.distributed.processes import Distributed, Processes
-from optimizers.distributed.statistics import Statistics
-from optimizers.distributed.workers import Workers
 from optimizers.recording.backward_passes import Passes
+
+Key = tuple[str, str]  # name of the block, and of the sum
+Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -52,3 +63,208 @@ class Teams:
         """After a state was loaded: the inverses of other processes are no longer valid."""
         if self.known is not None:
             self.known.workers.made.clear()
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Shape, memory order of the axes and dtype of a tensor, sent ahead so that others can receive its entries."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor) -> TensorForm:
+        order = x.dim_order()
+        return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).reshape(-1)
+
+    def filled(self, flat: Tensor) -> Tensor:
+        """The tensor with these entries, in its old memory order: another order could make products copy it."""
+        return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
+
+
+class Workers:
+    """Which process decomposes which block, who keeps the result, and how the others get at what they need."""
+
+    def __init__(self, processes: Processes, fraction: float) -> None:
+        self.processes = processes
+        size = processes.size
+        self.width = max(1, round(fraction * size))  # processes that keep a result
+        if size % self.width:
+            raise ValueError(
+                f"gradient_worker_fraction: {fraction} of {size} processes are {self.width}, which do not divide {size}"
+            )
+        self.owners: dict[str, int] = {}
+        self.made: set[str] = set()  # blocks that were decomposed
+        self.loads = [0.0] * size
+
+    @functools.cached_property
+    def keepers(self) -> Any:
+        """The processes that keep the same inverses as this one."""
+        size, start = self.processes.size, self.processes.rank // self.width * self.width
+        return self.processes.group if self.width == size else self.processes.subgroup(range(start, start + self.width))
+
+    @functools.cached_property
+    def across(self) -> Any:
+        """One process of each group of `keepers`."""
+        return self.processes.subgroup(range(self.processes.rank % self.width, self.processes.size, self.width))
+
+    def assign(self, blocks: Sequence[Block]) -> None:
+        """Assign each new block to the least loaded process of the least loaded group; cheap blocks go to all."""
+        group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
+        for block in blocks:
+            if block.broadcast_fields and block.names[0] not in self.owners:
+                owner = min(range(len(self.loads)), key=lambda rank: (group(rank), self.loads[rank]))
+                self.owners[block.names[0]] = owner
+                self.loads[owner] += block.cost
+
+    def makes(self, block: Block) -> bool:
+        """Whether this process decomposes a block."""
+        return self.owners.get(block.names[0], self.processes.rank) == self.processes.rank
+
+    def keeps(self, block: Block) -> bool:
+        """Whether this process keeps the inverse of a block."""
+        return self.owners.get(block.names[0], self.processes.rank) // self.width == self.processes.rank // self.width
+
+    def is_ready(self, block: Block) -> bool:
+        """Whether the processes that keep a block can solve with it; the answer is the same on all processes."""
+        is_here = self.width == self.processes.size or not block.broadcast_fields
+        return block.is_ready if is_here else block.names[0] in self.made
+
+    def exchange(self, blocks: Sequence[Block]) -> None:
+        """Broadcast new inverses to the other processes that keep them."""
+        shared = [b for b in blocks if b.broadcast_fields]
+        self.made |= {b.names[0] for b in shared}
+        if self.width == 1 or not shared:
+            return
+        own = self.processes.rank
+        start = own - own % self.width
+        mine = [b for b in shared if self.owners[b.names[0]] == own]
+        results = {b.names[0]: b.results() for b in mine}
+        slots = pytree.tree_map_only(Tensor, TensorForm.of, results)
+        named = {b.names[0]: b for b in shared}
+        for source, theirs in enumerate(self.processes.all_gather_objects(slots, self.keepers), start):
+            leaves, form = pytree.tree_flatten(theirs)
+            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
+            tensors = iter(
+                self._broadcast([x for x in leaves if isinstance(x, TensorForm)], sent, source, self.keepers)
+            )
+            filled = [next(tensors) if isinstance(x, TensorForm) else x for x in leaves]
+            for name, result in pytree.tree_unflatten(filled, form).items():
+                named[name].load_results(result)  # even its own: other strides could change last bits
+
+    def _broadcast(
+        self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
+    ) -> list[Tensor]:
+        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
+        found: list[Any] = [None] * len(slots)
+        for dtype in dict.fromkeys(slot.dtype for slot in slots):
+            alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
+            sizes = [slots[k].size for k in alike]
+            if own is None:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
+            else:
+                flat = torch.cat([slots[k].flat(own[k]) for k in alike])
+            dist.broadcast(flat, self.processes.ranks[source], group=group)
+            for k, x in zip(alike, flat.split(sizes), strict=True):
+                found[k] = slots[k].filled(x)
+        return found
+
+    def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
+        """Add to `found` the solutions of the blocks that other processes keep."""
+        if self.width == self.processes.size:
+            return
+        column = self.processes.rank % self.width
+        for first in range(0, self.processes.size, self.width):
+            group = first // self.width
+            theirs = [b for b in blocks if b.broadcast_fields and self.owners[b.names[0]] // self.width == group]
+            names = [name for b in theirs for name in b.names]
+            slots = [TensorForm.of(right[n].contiguous()) for n in names]
+            is_here = group == self.processes.rank // self.width
+            own = [found[n] for n in names] if is_here else None
+            if names:
+                found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))
+
+
+class Statistics:
+    """Sums over all processes of what forward passes have measured since the last renewal."""
+
+    def __init__(self, processes: Processes, passes: Passes, store: CurvatureStore) -> None:
+        self.processes, self.passes, self.store = processes, passes, store
+        self.layout: Layout = {}  # of the sums that all processes know
+        self.begun: Callable[[], list[Tensor]] | None = None
+        self.discard()
+
+    @functools.cached_property
+    def group(self) -> Any:
+        """A group of its own, since other collectives of a step come in another order. Made in the first `finish`."""
+        return self.processes.subgroup(range(self.processes.size))
+
+    def discard(self) -> None:
+        """Forget the local sums. A running all-reduce completes, and `finish` repeats it."""
+        self.sent: dict[Key, Tensor] = {}  # local sums that `launch` sent
+        self.left: dict[Key, Tensor] = {}  # local sums that `launch` left to `finish`
+        self.is_void = self.begun is not None  # whether the running all-reduce is out of date
+
+    def _taken(self) -> dict[Key, Tensor]:
+        return self.passes.total.pop_sums(self.processes.rank, self.processes.size)
+
+    def launch(self) -> None:
+        """As a backward pass begins, start to send the sums that all know; `finish` sends new and late ones."""
+        # once until `finish`, at any step, and without waiting: others may have no batch at a step
+        if self.begun is not None or not self.layout:
+            return
+        found = self._taken()
+        self.sent = {key: x for key, x in found.items() if key in self.layout}
+        self.left = {key: x for key, x in found.items() if key not in self.layout}
+        self.begun = self._total(self.layout, self.sent)
+
+    def finish(self) -> dict[Key, Tensor]:
+        """The sums over all processes."""
+        self.launch()
+        totals: dict[Key, Tensor] = {}
+        if self.begun is not None:
+            totals = dict(zip(self.layout, self.begun(), strict=True))
+        rest = self._taken()
+        rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in rest.items()}
+        layout, is_void = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
+        if is_void:
+            totals = dict(zip(self.layout, self._total(self.layout, self.sent)(), strict=True))
+        if layout:
+            for key, x in zip(layout, self._total(layout, rest)(), strict=True):
+                totals[key] = totals[key] + x if key in totals else x
+            self.layout |= layout
+        self.begun = None
+        self.discard()
+        return totals
+
+    def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
+        device = self.processes.device
+        zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
+        return self.processes.all_reduce_sums(
+            [found[key] if key in found else zeros(key) for key in layout], self.group
+        )
+
+    def _agreed(self, own: Layout) -> tuple[Layout, bool]:
+        """The union of the layouts in one order, and whether an all-reduce is out of date; makes missing blocks."""
+        mark = float(zlib.crc32(repr(own).encode()))
+        most, least, is_void = self.processes.all_reduce_max([mark, -mark, float(self.is_void)])
+        if most == -least:
+            return own, bool(is_void)
+        blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
+        union: Layout = {}
+        states: dict[str, Any] = {}
+        for layout, others in self.processes.all_gather_objects((own, blocks)):
+            for key, form in layout.items():
+                if union.setdefault(key, form) != form:
+                    raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
+            states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
+        self.store.complete(list(states.values()), self.processes.device)
+        return union, bool(is_void)

@@ -14,12 +14,21 @@ from torch import Tensor
 from curvature.linalg import stack, to_host, widen
 from curvature.operators import Named
 from curvature.preconditioners import Block
-from optimizers.steps.closure_replay import Replay
+from optimizers.steps.closures import Replay
 from optimizers.steps.layer_vector import inner
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
+from optimizers.steps.rule import (
+    Evaluation,
+    Outcome,
+    Renewal,
+    StepContext,
+    StepRule,
+    are_finite,
+    kept_by_decay,
+    restoring,
+    set_parameters,
+)
 from optimizers.steps.trust_region import TrustRegionStep
-from optimizers.steps.updates import are_finite, kept_by_decay, restoring, set_parameters
 
 LOG = logging.getLogger(__name__)
 LEAST_CONFIRMED = 0.5  # part of the progress on one batch, by the next

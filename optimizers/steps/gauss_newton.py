@@ -14,8 +14,7 @@ from optimizers.report import FROZEN, Row
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
 from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
-from optimizers.steps.rule import StepContext
-from optimizers.steps.updates import restoring
+from optimizers.steps.rule import StepContext, restoring
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
 CUTOFFS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding

@@ -15,8 +15,17 @@ from optimizers.preconditioner import Options
 from optimizers.steps.directions import Spring
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import tried_together
-from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule, layout_of_step
-from optimizers.steps.updates import are_finite, kept_by_decay, restoring
+from optimizers.steps.rule import (
+    Evaluation,
+    Named,
+    Outcome,
+    StepContext,
+    StepRule,
+    are_finite,
+    kept_by_decay,
+    layout_of_step,
+    restoring,
+)
 
 MOST_HALVINGS = 30  # of a step
 FIRST_AT_ONCE = 2  # points on an accelerator: a step and its half, which tells that the former is best

@@ -25,11 +25,20 @@ from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.report import FROZEN, Row
 from optimizers.steps.adaptive import grouped
-from optimizers.steps.closure_checks import WITHOUT_THE_MODEL, check_computed
+from optimizers.steps.closures import WITHOUT_THE_MODEL, check_computed
 from optimizers.steps.layer_vector import inner
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.updates import all_finite, kept_by_decay, restoring, set_parameters
+from optimizers.steps.rule import (
+    Evaluation,
+    Named,
+    Outcome,
+    StepContext,
+    StepRule,
+    all_finite,
+    kept_by_decay,
+    restoring,
+    set_parameters,
+)
 
 DIRECTIONS = 4  # that the Kronecker factors give
 REMEMBERED = 3  # displacements that are directions again

@@ -33,8 +33,16 @@ from optimizers.steps.layer_vector import (
     of_states,
     to_states,
 )
-from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule, layout_of_step
-from optimizers.steps.updates import kept_by_decay
+from optimizers.steps.rule import (
+    Evaluation,
+    Named,
+    Outcome,
+    Renewal,
+    StepContext,
+    StepRule,
+    kept_by_decay,
+    layout_of_step,
+)
 
 
 @dataclass(frozen=True)

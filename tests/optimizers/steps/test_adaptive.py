@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC
-from optimizers.steps.closure_replay import Replay
+from optimizers.steps.closures import Replay
 from optimizers.steps.quadratic_model import Quadratic, next_damping
 from support.cases.case import Raw, seeded
 from support.training import TASKS, Loss, assert_same, closure_of, copied, task, train_by_closure

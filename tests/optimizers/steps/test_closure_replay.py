@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvature.recording import warn_once
 from optimizers import KFAC, NaturalGradient
-from optimizers.steps.closure_replay import Replay
+from optimizers.steps.closures import Replay
 from support.cases.case import Raw, seeded
 from support.training import assert_same, copied, task, train
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimizers.steps.layer_vector import inner
-from optimizers.steps.updates import are_finite, kept_by_decay
+from optimizers.steps.rule import are_finite, kept_by_decay
 
 pytestmark = pytest.mark.fast
 
