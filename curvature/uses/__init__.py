@@ -5,18 +5,17 @@ In: a trained model with its loss and data, and matrices of curvature (`curvatur
 (`projections`), networks with fewer or coarser weights (`compression`). None of the four needs another.
 """
 
-from curvature.uses.attribution.scores import influence, influence_by_parameter, influence_by_place
-from curvature.uses.compression.pruning import prune, saliencies
-from curvature.uses.compression.rounding import quantize
+from curvature.uses.attribution import influence, influence_by_parameter, influence_by_place
+from curvature.uses.compression import prune, quantize, saliencies
 from curvature.uses.posteriors.builder import laplace
 from curvature.uses.posteriors.posterior import LaplacePosterior
-from curvature.uses.projections.projection import (
+from curvature.uses.projections import (
     KroneckerProjection,
     NormalProjection,
     SignProjection,
     per_sample_projections,
+    store_projections,
 )
-from curvature.uses.projections.store import store_projections
 
 __all__ = [
     "KroneckerProjection", "LaplacePosterior", "NormalProjection", "SignProjection", "influence",

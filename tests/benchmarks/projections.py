@@ -20,7 +20,7 @@ from _rows import PLAIN, Method, Named, Plain, Row, Timing, arguments, chosen, p
 from torch import Tensor, nn
 
 import curvature
-from curvature.uses.projections.projection import Projection
+from curvature.uses.projections import Projection
 
 PROJECTIONS: dict[str, Projection] = {
     "kronecker": curvature.KroneckerProjection(16),

@@ -16,8 +16,14 @@ from curvature.losses import TORCH_LOSSES, LabelDistribution, Loss, name_of, red
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
 from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space, flat_parameters
 from curvature.recording import trained_parameters, unwrap_compiled
-from curvature.uses.posteriors.layered import LayeredCurvature, module_of, noise_of
-from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
+from curvature.uses.posteriors.posterior import (
+    DataFit,
+    LaplacePosterior,
+    LayeredCurvature,
+    module_of,
+    noise_of,
+    require_no_draws,
+)
 
 Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the parameters of a space
 

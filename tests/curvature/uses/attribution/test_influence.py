@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 import curvature
-import curvature.uses.attribution.scores
-from curvature.uses.attribution.scores import LowRank, compress
+import curvature.uses.attribution
+from curvature.uses.attribution import LowRank, compress
 from support.cases.case import Raw, seeded
 from support.oracles.influence import own_gradients, scores
 
@@ -84,7 +84,7 @@ def test_batches_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     model, train, query = problem()
     K = curvature.kfac(model, LOSS, train)
     whole = curvature.influence(model, LOSS, train, query, K)
-    monkeypatch.setattr(curvature.uses.attribution.scores, "ENTRIES", 40)
+    monkeypatch.setattr(curvature.uses.attribution, "ENTRIES", 40)
     pieces = [[(x[:2], y[:2]), (x[2:3], y[2:3]), (x[3:], y[3:])] for x, y in (train, query)]
     torch.testing.assert_close(curvature.influence(model, LOSS, *pieces, K), whole)
     without = [[*own, (own[0][0][:0], own[0][1][:0])] for own in pieces]  # as a loader of a filtered set may give
@@ -98,7 +98,7 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = curvature.Diagonal(whole["3"].space, torch.ones(whole["3"].space.size).double())
     wanted = curvature.influence(model, LOSS, train, query, alone, damping=D)
     pieces = [[(x[:2], y[:2]), (x[2:], y[2:])] for x, y in (train, query)]
-    monkeypatch.setattr(curvature.uses.attribution.scores, "ENTRIES", 100)
+    monkeypatch.setattr(curvature.uses.attribution, "ENTRIES", 100)
     torch.testing.assert_close(
         curvature.influence(model, LOSS, *pieces, alone, damping=D, query_rank=1), wanted, rtol=1e-10, atol=1e-12
     )

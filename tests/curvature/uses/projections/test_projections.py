@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import curvature
 import curvature.terms.contractions
-import curvature.uses.projections.projection
-from curvature.uses.projections.projection import Projection
+import curvature.uses.projections
+from curvature.uses.projections import Projection
 from support.cases.case import Raw, seeded
 from support.layer_table import LAYERS
 from support.memory import Largest
@@ -25,7 +25,7 @@ PROJECTIONS = [curvature.SignProjection(6), curvature.NormalProjection(6), curva
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small layers have several."""
-    monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 50)
+    monkeypatch.setattr(curvature.uses.projections, "BLOCK_ENTRIES", 50)
     monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", 70)
 
 
@@ -155,7 +155,7 @@ def test_inner_products_are_right_on_average() -> None:
 
 def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer of 14,400 weights at 30 samples, with a map to 64."""
-    monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 10_000)
+    monkeypatch.setattr(curvature.uses.projections, "BLOCK_ENTRIES", 10_000)
     monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", 20_000)
     model, x, y = nn.Linear(120, 120), torch.randn(30, 2, 120), torch.randn(30, 2, 120)
     for projection, most in ((curvature.SignProjection(64), 20_000), (curvature.KroneckerProjection(8), 14_400)):
@@ -169,7 +169,7 @@ def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_that_are_not_looked_up_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     kept = curvature.uses.projections.projection._signs
-    monkeypatch.setattr(curvature.uses.projections.projection, "_signs", lambda *a: drawn.append(a[0]) or kept(*a))
+    monkeypatch.setattr(curvature.uses.projections, "_signs", lambda *a: drawn.append(a[0]) or kept(*a))
     model = Raw(lambda m, x: m.table(x).sum(1), table=nn.Embedding(1000, 5)).double()
     x, y = torch.tensor([[3, 7], [7, 999]]), torch.randn(2, 5).double()
     found = curvature.per_sample_projections(model, LOSS, x, y, curvature.SignProjection(10))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import curvature
-import curvature.uses.projections.store
+import curvature.uses.projections
 from support.cases.case import seeded
 
 LOSS = nn.CrossEntropyLoss()
@@ -51,7 +51,7 @@ def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, batches: int = 3) -
     model, x, y = problem()
     data = Broken(loader(x, y), batches, KeyboardInterrupt())
     with monkeypatch.context() as patch:
-        patch.setattr(curvature.uses.projections.store, "_number_of_samples", lambda *_: 23)
+        patch.setattr(curvature.uses.projections, "_number_of_samples", lambda *_: 23)
         with pytest.raises(KeyboardInterrupt):
             curvature.store_projections(model, LOSS, data, SIGNS, path)
 
@@ -85,7 +85,7 @@ def test_an_interrupted_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     calls: list[int] = []
     kept = curvature.per_sample_projections
     counted = lambda model, loss, x, *rest, **options: calls.append(len(x)) or kept(model, loss, x, *rest, **options)
-    monkeypatch.setattr(curvature.uses.projections.store, "per_sample_projections", counted)
+    monkeypatch.setattr(curvature.uses.projections, "per_sample_projections", counted)
     found = curvature.store_projections(model, LOSS, loader(x, y), SIGNS, path)
     assert calls == [5, 5, 3]  # the first again, and the two that are missing
     np.testing.assert_allclose(found, wanted)

@@ -1,11 +1,15 @@
-"""Influence functions: how the loss of a query changes as a training sample is left out."""
+"""Attribution: which training samples a model's answers come from.
+
+In: a trained model, a loss, training data, queries, and a matrix of curvature (`curvature.operators`). Out: the score
+of every training sample for every query.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,17 +17,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
+from curvature.kronecker import Basis, Scheme
 from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
-from curvature.operators import Operator, blocks_of
+from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, blocks_of, two_sided
 from curvature.recording import trained_parameters
-from curvature.terms import OuterProduct, Term, gradients
-from curvature.uses.attribution.eigenbases import Eigenbases
+from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, gradients
 
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients, or of queries of low rank, that are built at a time
 EXTRA = 8  # directions beyond the rank, for singular values that fall slowly
+Terms = Mapping[str, Sequence[Term]]
 
 
 @dataclass(frozen=True)
@@ -275,3 +280,57 @@ def pieces(queries: Queries) -> Iterator[Tensor]:
     step = max(1, ENTRIES // math.prod(queries.shape))
     for start in range(0, len(queries), step):
         yield queries[start : start + step]
+
+
+# -- scores in the eigenbases of Kronecker factors, where a matrix is diagonal
+#
+# There a query is divided by eigenvalues, and the two sides of a training sample's gradient are turned, o^2 + i^2
+# operations in place of the o^2 i + o i^2 of a solution.
+
+
+class Eigenbases:
+    """K and gradients, in the eigenbases of blocks whose weights some samples' terms read at few places.
+
+    There `K` has the eigenvalues alone, over one parameter with the weight's name.
+    """
+
+    def __init__(self, K: Operator, terms: Terms) -> None:
+        self.bases: dict[str, tuple[Basis, EigenKronecker]] = {}
+        turned = [self._turned(block, terms.get(block.space.names[0], ())) for block in blocks_of(K)]
+        names = tuple(name for block in turned for name in block.space.names)
+        shapes = tuple(shape for block in turned for shape in block.space.shapes)
+        places = tuple(K.space.devices[name] for name in names)
+        self.K = BlockDiagonal(Space(names, shapes, K.space.dtype, places[0], places), turned) if self.bases else K
+
+    def _turned(self, block: Operator, parts: Sequence[Term]) -> Operator:
+        if not isinstance(block, Kronecker | EigenKronecker) or len(parts) != 1:
+            return block
+        space, (groups, outputs, inputs), term = block.space, block.sides, parts[0]
+        if not isinstance(term, OuterProduct) or term.places > min(outputs, inputs):
+            return block
+        scheme = Scheme.of([term], space.shapes, space.dtype, "expand")
+        if scheme is None or scheme.arrangement != block.arrangement:
+            return block
+        eigen = block.eigen if isinstance(block, Kronecker) else block
+        self.bases[space.names[0]] = Basis(scheme, eigen.row_vectors, eigen.column_vectors), eigen
+        shapes = ((groups * outputs, inputs),)
+        weight = Space(space.names[:1], shapes, space.dtype, space.device)
+        return EigenKronecker(weight, AffineLayout(shapes, groups, outputs), None, None, eigen.values, eigen.rounding)
+
+    def turn(self, terms: Terms) -> dict[str, list[Term]]:
+        """The terms of the parameters of `K`."""
+        joined = {name for _, block in self.bases.values() for name in block.space.names[1:]}
+        return {
+            name: [self._term(terms, *self.bases[name])] if name in self.bases else list(parts)
+            for name, parts in terms.items()
+            if name not in joined
+        }
+
+    def _term(self, terms: Terms, basis: Basis, block: EigenKronecker) -> Term:
+        groups, outputs, inputs = block.sides
+        first, *others = terms[block.space.names[0]]
+        if isinstance(first, OuterProduct) and not others:
+            return replace(basis.turned(first), shape=(groups * outputs, inputs))
+        arranged = block.arrangement.to_matrices([gradients(terms[name]) for name in block.space.names])
+        rows = None if basis.rows is None else basis.rows.mT
+        return DenseGradients(two_sided(rows, arranged.to(block.values), basis.columns).flatten(1, 2))
