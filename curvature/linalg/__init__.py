@@ -6,10 +6,12 @@ rounding errors. Nothing here knows about networks.
 """
 
 from curvature.linalg.decompositions import (
+    RECOVERIES,
     NotDefinite,
     careful_spd_inverse,
     cholesky,
     cholesky_with_jitter,
+    count_recovery,
     damp_eigenvalues,
     eigenvalue_rounding,
     eigenvalues_of,
@@ -17,6 +19,7 @@ from curvature.linalg.decompositions import (
     psd_eigh,
     psd_eighs,
     qr,
+    recovery_counts,
     require_finite,
     symmetric_eigh,
     symmetric_eighs,
@@ -25,10 +28,20 @@ from curvature.linalg.decompositions import (
     try_decompose,
     try_spd_inverse,
 )
-from curvature.linalg.devices import ByDevice, by_device, cat, copy_to_host_async, stack, to_device, widen, widest
+from curvature.linalg.devices import (
+    ByDevice,
+    by_device,
+    cat,
+    copy_to_host_async,
+    look,
+    stack,
+    to_device,
+    to_host,
+    widen,
+    widest,
+)
 from curvature.linalg.differences import contradicts_differences, hides_second_derivatives
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
-from curvature.linalg.outcomes import RECOVERIES, count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
     PRODUCTS,
     full_precision,

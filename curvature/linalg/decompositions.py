@@ -1,17 +1,23 @@
-"""Decompositions that retry when they fail, and the one criterion for positive definite."""
+"""Decompositions that retry when they fail, how often they did, and the one criterion for positive definite.
+
+What may fail returns a flag () beside its result. Callers collect flags, and look at all of them once: on an
+accelerator each look waits.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg.devices import SHARED_MEMORY, to_device, widen
-from curvature.linalg.outcomes import count_recovery, look, to_host
+from curvature.linalg.devices import SHARED_MEMORY, look, to_device, to_host, widen
 from curvature.linalg.precision import full_precision, matmul
 
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
@@ -20,6 +26,9 @@ ROUNDING_FACTOR = 10.0
 LIBRARIES = "cusolver", "cublas", "magma", "hipsolver", "rocsolver", "hipblas", "rocblas", "onemkl"
 HOST_MAX_SIDE = 128  # rows up to which the host decomposes a matrix in less time than an accelerator, which also waits
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
+# "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
+# every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
+RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
 
 
 class NotDefinite(ValueError):
@@ -45,6 +54,27 @@ class NotDefinite(ValueError):
             f"{what} is {state}{with_damping}: its least eigenvalue is {float(values.min()):.3g} without damping. "
             f"Use a damping above {self.needed:.3g}"
         )
+
+
+@contextmanager
+def recovery_counts() -> Iterator[Counter[str]]:
+    """Count the failures inside the context that were recovered from.
+
+    "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
+    every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
+    """
+    counts: Counter[str] = Counter()
+    token = RECOVERIES.set(counts)
+    try:
+        yield counts
+    finally:
+        RECOVERIES.reset(token)
+
+
+def count_recovery(what: str) -> None:
+    """Add one to an entry of `recovery_counts`."""
+    if (counts := RECOVERIES.get()) is not None:
+        counts[what] += 1
 
 
 def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:

@@ -79,3 +79,19 @@ def widest(kind: str) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """The tensor in the widest precision of its device."""
     return x.to(widest(x.device.type))
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU, in float64, by one transfer."""
+    away = [x for x in tensors if x.device.type != "cpu"]
+    # whole numbers alone are changed before they meet others; cat promotes the rest
+    flat = [(x if x.is_floating_point() or x.dtype == torch.bool else widen(x)).reshape(-1) for x in away]
+    whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu() if away else torch.empty(0, device="cpu")
+    parts = iter(whole.split([x.numel() for x in away]))
+    return [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in tensors]
+
+
+def look(flags: Sequence[Tensor]) -> list[bool]:
+    """What flags () say, by one transfer to the host."""
+    place = next((x.device for x in flags if x.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([x.to(place) for x in flags]).tolist() if flags else []

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg.decompositions import matmul, psd_eighs, qr, try_orthonormal
-from curvature.linalg.devices import ByDevice, widen
-from curvature.linalg.outcomes import look
+from curvature.linalg.devices import ByDevice, look, widen
 
 LOW_RANK_MIN_SIZE = ByDevice(256, 4096)  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from curvature.gradients import Jacobian, layers_of
 from curvature.linalg import full_precision
 from curvature.operators import truncated_conjugate_gradient
-from curvature.preconditioners.block import Block
+from curvature.preconditioners.block import Block, invert
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock, Named, WoodburyBlock
-from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.least_squares import Damping
 from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics
 from curvature.recording import Tape

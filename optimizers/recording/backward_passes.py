@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvature.functional import graph_nodes
 from curvature.preconditioners import CurvatureStatistics
-from optimizers.recording.output_scale import Sums as OutputSums
+from optimizers.recording.model_outputs import Sums as OutputSums
 
 ALONG = "along"  # name of the sums `CurvatureStatistics.along`
 

@@ -22,8 +22,7 @@ from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import Division, SampleFactors
-from optimizers.recording.model_outputs import regular, samples_first
-from optimizers.recording.output_scale import OutputScale, squares_along
+from optimizers.recording.model_outputs import OutputScale, regular, samples_first, squares_along
 
 SEVERAL = (
     "empirical(): samples count differently in what goes back from the model's outputs, and there are several: assumed "

@@ -23,8 +23,7 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
-from optimizers.recording.output_scale import OutputScale, Sums, squares_along
+from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, OutputScale, Sums, find_outputs, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]

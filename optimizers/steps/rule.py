@@ -16,7 +16,7 @@ from curvature.operators import Named
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
 from optimizers.preconditioner import Preconditioner, Renewal
-from optimizers.recording.output_scale import OutputScale
+from optimizers.recording.model_outputs import OutputScale
 from optimizers.steps.closures import Replay, checked_value
 from optimizers.steps.layer_vector import LayerVector, Layout, layout_of, norms
 

@@ -18,7 +18,7 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
-from optimizers.recording.output_scale import OutputScale
+from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
 
 pytestmark = pytest.mark.fast

@@ -18,9 +18,9 @@ import curvature.preconditioners.eigen
 from curvature.kronecker import EigenInverse, KroneckerInverse
 from curvature.kronecker.eigenbasis import Basis
 from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics
+from curvature.preconditioners.block import invert
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
-from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import IndexedRows, OuterProduct, contractions, squared_gradients
 from support import running_blocks

@@ -16,7 +16,7 @@ import curvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.recording import model_outputs
-from optimizers.recording.output_scale import OutputScale
+from optimizers.recording.model_outputs import OutputScale
 from support.cases.case import Raw, seeded
 from support.training import copied
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from optimizers import EKFAC, KFAC
-from optimizers.recording.output_scale import OutputScale
+from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
 from optimizers.steps.directions import Direction
 from optimizers.steps.layer_vector import LayerVector, layout_of
