@@ -16,7 +16,7 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
-from curvature.losses.label_distributions import LabelDistribution, Prediction
+from curvature.losses.likelihoods import LabelDistribution, Prediction
 from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum, shares_of_parts
 from curvature.losses.own_state import found_of
 from curvature.losses.table import (

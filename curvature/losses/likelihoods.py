@@ -1,4 +1,4 @@
-"""The likelihoods behind losses: Fisher information at the model's output, and gradients at sampled labels.
+"""The likelihoods behind losses: Fisher information at the output, gradients at sampled labels, predicted labels.
 
 With p(y | f) the likelihood of the label of one term of the loss at output f, the Fisher information is
 
@@ -8,8 +8,13 @@ It is the Hessian of the term if that does not depend on the label (``is_hessian
 the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; its Cholesky root: Tanabe & Sagae 1992,
 doi:10.1111/j.2517-6161.1992.tb01875.x.
 
-Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
-dim 1 of the output. A nan in the output makes nan of everything that depends on it.
+Every `Likelihood` is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and
+heads are dim 1 of the output. A nan in the output makes nan of everything that depends on it.
+
+A `LabelDistribution` is what posteriors predict labels by. With L the summed loss, constants left out, the negative
+log-likelihood of all labels is ``factor * L + constant``. The factor is 1 but for squared errors: ``nn.MSELoss`` says
+nothing of how noisy labels are, so the standard deviation of the noise is a number of its own, and the factor is
+``1 / (2 noise^2)``.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,3 +256,101 @@ def draw_class_counts(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
 def draw_counts(rate: Tensor, k: int, generator: torch.Generator) -> Tensor:
     finite = rate.nan_to_num(0.0, 0.0, 0.0)  # nan is a device error in torch.poisson
     return torch.poisson(finite.expand(k, *rate.shape), generator=generator)
+
+
+class Prediction(NamedTuple):
+    """Mean and variance of a new label, entry by entry. Of classes, the means are their probabilities."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class LabelDistribution:
+    """Base class. ``f`` is an output (N, ...), ``variance`` that of its entries; only `NormalLabel` uses ``noise``."""
+
+    has_noise: ClassVar[bool] = False
+
+    def factor(self, noise: Tensor) -> Tensor:
+        """What the summed loss is multiplied by."""
+        return torch.ones_like(noise)
+
+    def count(self, output: Tensor, target: Any) -> Tensor:
+        """What a batch adds to the count that `constant` takes."""
+        return output.new_zeros(())
+
+    def constant(self, count: Tensor, noise: Tensor) -> Tensor:
+        """The part of the negative log-likelihood that does not depend on the model."""
+        return count
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        """Mean and variance of the label at the output f."""
+        raise NotImplementedError
+
+    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
+        """Where the output is normal with mean f: by MacKay's probit approximation (doi:10.1162/neco.1992.4.5.720)."""
+        return self.given(f / (1 + math.pi / 8 * variance).sqrt(), noise)
+
+
+class NormalLabel(LabelDistribution):
+    """``y = f + noise * e``, e standard normal, behind ``nn.MSELoss``."""
+
+    has_noise = True
+
+    def factor(self, noise: Tensor) -> Tensor:
+        return 0.5 / noise.square()
+
+    def count(self, output: Tensor, target: Any) -> Tensor:
+        return output.new_tensor(output.numel())
+
+    def constant(self, count: Tensor, noise: Tensor) -> Tensor:
+        return count * (noise.log() + 0.5 * math.log(2 * math.pi))
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        return Prediction(f, noise.to(f).square().expand_as(f))
+
+    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
+        return Prediction(f, variance + noise.to(f).square())
+
+
+class CategoricalLabel(LabelDistribution):
+    """``softmax(f)`` along dim 1."""
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        p = f.softmax(1)
+        return Prediction(p, p * (1 - p))
+
+
+class BernoulliLabel(LabelDistribution):
+    """1 with probability ``sigmoid(f)``, else 0."""
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        p = f.sigmoid()
+        return Prediction(p, p * (1 - p))
+
+
+class PoissonLabel(LabelDistribution):
+    """Poisson with rate ``exp(f)``, whose mean over a normal f is log-normal."""
+
+    def count(self, output: Tensor, target: Any) -> Tensor:
+        return torch.lgamma(target.to(output.dtype) + 1).sum()
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        return Prediction(f.exp(), f.exp())
+
+    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
+        rate = (f + variance / 2).exp()
+        return Prediction(rate, rate + variance.expm1() * rate.square())
+
+
+class NormalHeadsLabel(LabelDistribution):
+    """Normal; the halves of dim 1 are mean and variance. Of the output's uncertainty only that of the mean counts."""
+
+    def count(self, output: Tensor, target: Any) -> Tensor:
+        return output.new_tensor(output.numel() / 4 * math.log(2 * math.pi))
+
+    def given(self, f: Tensor, noise: Tensor) -> Prediction:
+        return Prediction(*f.chunk(2, 1))
+
+    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
+        mean, spread = f.chunk(2, 1)
+        return Prediction(mean, spread + variance.chunk(2, 1)[0])

@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature.losses import label_distributions, likelihoods
-from curvature.losses.label_distributions import LabelDistribution
-from curvature.losses.likelihoods import Likelihood
+from curvature.losses import likelihoods
+from curvature.losses.likelihoods import LabelDistribution, Likelihood
 from curvature.losses.own_state import from_its_state
 
 Loss = Callable[[Any, Any], Tensor]
@@ -173,7 +172,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         likelihood=lambda _, output: likelihoods.Categorical(output),
         probe=lambda output: (0.0, math.log(output.shape[1])),
         weight="weight",
-        labels=label_distributions.Categorical(),
+        labels=likelihoods.CategoricalLabel(),
     ),
     nn.NLLLoss: TorchLoss(
         F.nll_loss,
@@ -189,7 +188,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         probe=lambda _: (0.0, math.log(2)),
         weight="pos_weight",
         stand_in=torch.zeros_like,
-        labels=label_distributions.Bernoulli(),
+        labels=likelihoods.BernoulliLabel(),
     ),
     nn.BCELoss: TorchLoss(
         F.binary_cross_entropy,
@@ -198,14 +197,14 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         stand_in=torch.zeros_like,
     ),
     nn.MSELoss: _entries(
-        F.mse_loss, likelihood=lambda _, output: likelihoods.Normal(output), labels=label_distributions.Normal()
+        F.mse_loss, likelihood=lambda _, output: likelihoods.Normal(output), labels=likelihoods.NormalLabel()
     ),
-    nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson, labels=label_distributions.Poisson()),
+    nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson, labels=likelihoods.PoissonLabel()),
     GaussianNLLLoss: TorchLoss(
         None,
         heads=True,
         likelihood=lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)),
-        labels=label_distributions.NormalHeads(),
+        labels=likelihoods.NormalHeadsLabel(),
     ),
     nn.L1Loss: _entries(F.l1_loss, is_diagonal=True),
     nn.SmoothL1Loss: _entries(F.smooth_l1_loss, is_diagonal=True),

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from curvature.losses import label_distributions
 from curvature.losses.injections import exact, propagated, sampled
-from curvature.losses.likelihoods import PROBABILITY_EPS
+from curvature.losses.likelihoods import PROBABILITY_EPS, LabelDistribution, NormalLabel, PoissonLabel
 from curvature.losses.table import is_torch_loss, resolve
 from support.moments import MANY, binary, classes, rand, randn, repeated, second_moment, source, within_five_errors
 from support.output_batches import masses_of, root_of, sampler_of
@@ -255,10 +254,8 @@ def test_a_subclass_is_its_own_loss():
     torch.testing.assert_close(got, torch.eye(3, dtype=DOUBLE).mul(2 / 3).expand(2, 3, 3))
 
 
-@pytest.mark.parametrize(
-    "labels", [label_distributions.Normal(), label_distributions.Poisson()], ids=["normal", "Poisson"]
-)
-def test_labels_where_the_output_is_normal(labels: label_distributions.LabelDistribution):
+@pytest.mark.parametrize("labels", [NormalLabel(), PoissonLabel()], ids=["normal", "Poisson"])
+def test_labels_where_the_output_is_normal(labels: LabelDistribution):
     """Mean and variance of the label, by quadrature over the output: the law of total variance."""
     f, variance, noise = (torch.tensor(x, dtype=DOUBLE) for x in ([-0.4, 0.0, 0.7], [0.3, 1.0, 0.05], 0.6))
     nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(40))
