@@ -168,7 +168,7 @@ def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("small_pieces")
 def test_rows_that_are_not_looked_up_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    kept = curvature.uses.projections.projection._signs
+    kept = curvature.uses.projections._signs
     monkeypatch.setattr(curvature.uses.projections, "_signs", lambda *a: drawn.append(a[0]) or kept(*a))
     model = Raw(lambda m, x: m.table(x).sum(1), table=nn.Embedding(1000, 5)).double()
     x, y = torch.tensor([[3, 7], [7, 999]]), torch.randn(2, 5).double()
