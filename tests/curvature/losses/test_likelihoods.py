@@ -12,7 +12,7 @@ from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS, LabelDistribution, NormalLabel, PoissonLabel
 from curvature.losses.table import is_torch_loss, resolve
 from support.moments import MANY, binary, classes, rand, randn, repeated, second_moment, source, within_five_errors
-from support.output_batches import masses_of, root_of, sampler_of
+from support.output_batches import at, masses_of, root_of, sampler_of
 
 C, PLACES = 3, 2
 DOUBLE = torch.float64
@@ -266,3 +266,13 @@ def test_labels_where_the_output_is_normal(labels: LabelDistribution):
     found = labels.marginal(f, variance, noise)
     torch.testing.assert_close(found.mean, expected)
     torch.testing.assert_close(found.variance, total)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss()], ids=lambda loss: type(loss).__name__)
+def test_counts_of_drawn_classes_come_of_the_generator_alone(loss):
+    output, eps, found = randn(2, C, PLACES).log_softmax(1), randn(1, 2, C, PLACES), []
+    likelihood, _ = at(loss, output).drawn_from()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append(likelihood.drawn_root(50, source(4))(eps))
+    assert torch.equal(*found)

@@ -202,3 +202,28 @@ def test_frozen_and_unused_parameters(device: str) -> None:
         "2.bias": (5, 2, 2),
     }
     assert not found["spare"].any()
+
+
+WEIGHT = torch.tensor([0.5, 1.0, 2.0]).double()
+# the same loss of (N, ...) and of (..., N)
+TURNED = {
+    "entropy": (nn.CrossEntropyLoss(), nn.CrossEntropyLoss()),
+    "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), nn.BCEWithLogitsLoss(pos_weight=WEIGHT[:, None])),
+    "weight": (nn.BCEWithLogitsLoss(weight=WEIGHT), nn.BCEWithLogitsLoss(weight=WEIGHT[:, None])),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("builder", [curvature.per_sample_fisher_diagonals, curvature.per_sample_hessian_diagonals])
+def test_losses_whose_axes_mean_something_with_the_samples_last(name: str, builder) -> None:
+    """Their axes cannot be permuted, which nothing noticed."""
+    of_classes = name == "entropy"
+    with seeded(0):
+        model, x = nn.Linear(5, 3).double(), torch.randn((4, 2, 5) if of_classes else (4, 5)).double()
+        y = torch.randint(3, (4, 2)) if of_classes else torch.randint(2, (4, 3)).double()
+    first, last = ((0, 2, 1), (1, 2, 0)) if of_classes else ((0, 1), (1, 0))
+    turned = lambda order: Raw(lambda m, x: m.layer(x).permute(*order), layer=model)
+    loss, other = TURNED[name]
+    want = builder(turned(first), loss, x, y)
+    found = builder(turned(last), other, x, y.T, sample_dim=(0, len(last) - 1, 1))
+    matches(flat(found), flat(want))
