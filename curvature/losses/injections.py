@@ -148,12 +148,11 @@ class Injection:
 
     def _product(self, batch: OutputBatch) -> LinearMap:
         k, make = self._pair_source(batch)
-        left, right = make(0, k)
-        left, right = batch.flat(left), batch.flat(left if right is None else right)
+        vectors = batch.flat(make(0, k)[0])  # left and right; `exact`, where they differ, has products of its own
 
         def apply(z: Tensor) -> Tensor:
-            along = torch.einsum("knd,jnd->jkn", right, batch.flat(z))
-            return torch.einsum("knd,jkn->jnd", left, along).reshape(z.shape)
+            along = torch.einsum("knd,jnd->jkn", vectors, batch.flat(z))
+            return torch.einsum("knd,jkn->jnd", vectors, along).reshape(z.shape)
 
         return apply
 
