@@ -52,7 +52,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__ or "", TUNED)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--optimizers", nargs="+", choices=CONTESTANTS, help="default: the rivals, kfac and ekfac")
-    parser.add_argument("--rivals", type=Path, help="take the rivals' runs from this file of another call's --json")
+    parser.add_argument("--rivals", type=Path, help="take budget and rivals' runs from this file of another --json")
     parser.add_argument("--curves", action="store_true", help="print steps, seconds, losses and metrics of ours")
     options = parser.parse_args(args)
     if options.optimizers is None:

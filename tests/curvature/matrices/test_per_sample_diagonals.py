@@ -216,7 +216,7 @@ TURNED = {
 @pytest.mark.parametrize("name", TURNED)
 @pytest.mark.parametrize("builder", [curvature.per_sample_fisher_diagonals, curvature.per_sample_hessian_diagonals])
 def test_losses_whose_axes_mean_something_with_the_samples_last(name: str, builder) -> None:
-    """Their axes cannot be permuted, which nothing noticed."""
+    """As with the samples first: their axes must not be permuted, as those of squared errors may."""
     of_classes = name == "entropy"
     with seeded(0):
         model, x = nn.Linear(5, 3).double(), torch.randn((4, 2, 5) if of_classes else (4, 5)).double()

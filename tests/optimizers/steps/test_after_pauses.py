@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ with seeded(0):
     Y = (X @ torch.randn(8, 3)).argmax(1)
 
 
-def network() -> nn.Sequential:
-    with seeded(1):
+def network(seed: int = 1) -> nn.Sequential:
+    with seeded(seed):
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
@@ -57,16 +57,21 @@ def one_class(output: Tensor, y: Tensor) -> Tensor:
 @OPTIMIZERS
 @pytest.mark.parametrize("pause", [silence, one_class], ids=lambda f: f.__name__)
 def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Loss) -> None:
-    """Gradients were clipped to twice their mean, which follows by 3 % a step: no loss fell for thousands of steps."""
+    """Gradients were clipped to twice their mean, which follows by 3 % a step: no loss fell for thousands of steps.
+
+    Rounding decides single runs, whose pause is at a loss near zero: the geometric mean of several counts.
+    """
     ends = []
     for make in (optimizer, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)):
-        model = network()
-        opt = make(model)
-        usual(model, opt, 12)
-        train(model, opt, pause, X, Y, 800)
-        ends.append(fmean(usual(model, opt, 80)[-5:]))
-    # 800 steps at a loss near zero depend on rounding: 0.012 or 0.020, SGD 0.018. The fault left it at 9.
-    assert ends[0] < 3 * ends[1]
+        found = []
+        for seed in range(1, 2 if pause is silence else 6):
+            model = network(seed)
+            opt = make(model)
+            usual(model, opt, 12)
+            train(model, opt, pause, X, Y, 800)
+            found.append(fmean(usual(model, opt, 80)[-5:]))
+        ends.append(geometric_mean(found))
+    assert ends[0] < ends[1]
 
 
 def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
