@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # Curvature changes fast at first. Intervals grow by one step every third step up to four; then, and from the start to
-# one that is given, every tenth step up to ten, and further only where the curvature changes little.
+# one that is given or where single steps change the curvature, every tenth step up to ten, and further only where the
+# curvature changes little.
 STEPS_PER_INTERVAL = 3, 10
 EARLY_INTERVAL, USUAL_INTERVAL = 4, 10
+FAST = 0.5  # change of the running averages by one step, of their size, after which intervals grow slowly
 LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
 IRREGULAR = 40503  # a step times this, modulo 2^16, looks random
@@ -33,6 +35,7 @@ class Schedule:
     factor_every: int | None  # after the first hundred steps; None: as the running averages change
     decompose_every: int | None  # likewise
     interval: float = 1.0  # in steps, as the last renewals suggest
+    changes_fast: bool = False
     renewed: int | None = None  # the step of the last renewal
     inverted: dict[str, int] = field(default_factory=dict)  # that of the last inversion, by a block's first parameter
     # how far each side has moved since its own, as a sum of relative changes; one number: so far all have
@@ -51,18 +54,20 @@ class Schedule:
         early, usual = (1 + step // steps for steps in STEPS_PER_INTERVAL)
         if given is not None:
             return min(given, usual)
-        return max(min(early, EARLY_INTERVAL), min(usual, USUAL_INTERVAL), round(self.interval))
+        early = 1 if self.changes_fast else min(early, EARLY_INTERVAL)
+        return max(early, min(usual, USUAL_INTERVAL), round(self.interval))
 
     def note_renewal(self, step: int, drifts: Mapping[str, Sequence[float]]) -> None:
         """Note a renewal, and how far the sides of each block have moved by it."""
         used = self._every(step, self.factor_every)
-        self.renewed = step
+        last, self.renewed = self.renewed, step
         for name, own in drifts.items():
             before = self._drifts_of(name, len(own))
             self.drifts[name] = [x + drift for x, drift in zip(before, own, strict=True)]
         if drifts:
             drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
+            self.changes_fast |= last is not None and drift > FAST * (step - last)
 
     def note_seen(self, step: int, known: Collection[str], is_whole: bool) -> None:
         """Note after a renewal which parameters have curvature, and whether it has measured all that are trained.

@@ -13,7 +13,7 @@ from torch import nn
 import curvature.plots
 from curvature.kronecker.sides import SketchSide
 from optimizers import EKFAC, KFAC
-from optimizers.schedule import DRIFT, Schedule
+from optimizers.schedule import DRIFT, FAST, Schedule
 from support.running_blocks import columns_of, rows_of
 from support.training import TASKS, closure_of, task, train, train_by_closure
 
@@ -39,6 +39,14 @@ def test_intervals_grow_to_the_one_given():
 def test_renewals_become_fewer_soon_after_the_start():
     found = renewals(Schedule(None, None), 60, lambda _: DRIFT)
     assert found == [0, 1, 2, 4, 7, *range(11, 40, 4), 44, 49, 55]
+
+
+def test_renewals_become_fewer_slowly_where_one_step_changes_the_curvature():
+    """By more than half of its size, which is looked at step by step: three steps may change it by more."""
+    found = renewals(Schedule(None, None), 60, lambda step: 3.1 * FAST if step == 4 else 2 * DRIFT)
+    assert found == [0, 1, 2, *range(4, 10), *range(11, 20, 2), *range(22, 30, 3), *range(32, 40, 4), 41, 46, 52, 58]
+    found = renewals(Schedule(None, None), 60, lambda step: 1.9 * FAST if step == 4 else 2 * DRIFT)
+    assert found[:6] == [0, 1, 2, 4, 7, 11]
 
 
 @pytest.mark.parametrize("drift", [1.2 * DRIFT, 10 * DRIFT])
