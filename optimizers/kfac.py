@@ -93,8 +93,9 @@ class KFAC(SecondOrderOptimizer):
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per update.
         factor_every: steps from one update of the factors to the next, fewer at first: one more every ten steps. None:
-            one more every three steps up to four, then every ten steps up to ten, and up to fifty where an update
-            changes the factors by less than a tenth; with `adaptive` 3.
+            one more every three steps up to four (unless one step changes the factors by half of their size), then
+            every ten steps up to ten, and up to fifty where an update changes them by less than a tenth; with
+            `adaptive` 3.
         decompose_every: steps from one inversion of a block to the next, at steps that update the factors, and fewer at
             first. None: once the factors of the block have changed by a tenth, or by more where a block is large; with
             `adaptive` 3.
