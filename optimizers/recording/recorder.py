@@ -72,10 +72,6 @@ class Recorder:
 
     # -- which passes are recorded
 
-    def is_due(self) -> bool:
-        """Whether a forward pass now is recorded."""
-        return torch.is_grad_enabled() and self.may_be_due() and not is_transformed(self.model)
-
     def may_be_due(self) -> bool:
         """Whether the next step renews the curvature, by its number."""
         return not self.is_paused and self.schedule.renews(self.monitor.steps)
@@ -98,7 +94,8 @@ class Recorder:
     # -- a recorded pass
 
     def _start(self) -> Tape | None:
-        return Tape(self.model, self.parameters()) if self.is_due() else None
+        is_due = torch.is_grad_enabled() and self.may_be_due() and not is_transformed(self.model)
+        return Tape(self.model, self.parameters()) if is_due else None
 
     def _done(self, tape: Tape, output: Any) -> None:
         with self.monitor.timed("capture"), self.monitor.watching():
@@ -249,11 +246,6 @@ class Recorder:
     def has_measured(self) -> bool:
         """Whether there are new statistics for the running averages."""
         return self.loss_backprops.has_arrived or bool(self.passes.total.curvature)
-
-    def zero(self) -> None:
-        """Note that gradients were zeroed: new gradients make the old passes void."""
-        self.listener.reset()
-        self.passes.zero()
 
     def discard(self) -> None:
         """Forget the forward passes since the last step."""

@@ -136,7 +136,7 @@ class LayerVector(Mapping[str, Tensor]):
         each = [tensors[names[0]].new_empty(size) for names, size in zip(layout.names_by_run, sizes, strict=True)]
         found = LayerVector(layout, each)
         for names in layout.names_by_run:
-            torch._foreach_copy_([found[name] for name in names], [tensors[name] for name in names])
+            torch._foreach_copy_([found.views[name] for name in names], [tensors[name] for name in names])
         return found
 
     @functools.cached_property

@@ -227,7 +227,7 @@ class TrustRegionStep(StepRule):
         slope = -sum([rate * slope for rate, slope in zip(rates, slopes, strict=True)])
         uncut = -size * sum([lr * slope for lr, slope in zip(lrs, slopes, strict=True)])
         self.state = state._replace(slope=slope, uncut=uncut)
-        return Outcome(loss, found.u, self._entry(renewal), renewal)
+        return Outcome(loss, found.u.views, self._entry(renewal), renewal)
 
     def _entry(self, renewal: Renewal) -> dict[str, Any]:
         assert self.state is not None
