@@ -6,7 +6,7 @@ pass, take each sample's own loss, find or learn a plan (`plans`), make terms of
 (`parameter_terms`), contract them. What no rule explains takes the `general_path`: vmap, or a loop over samples.
 """
 
-from curvature.gradients.batch import Batch, either_form, validate_loss
+from curvature.gradients.batch import Batch, either_form
 from curvature.gradients.data import (
     digests,
     kind_of,
@@ -59,5 +59,5 @@ __all__ = [
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record",
     "require_order", "require_pairs", "require_same", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "tried_by_vmap",
-    "validate_loss", "weighted_gradients", "where_samples_meet",
+    "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -47,57 +47,42 @@ def either_form(function: Function) -> Function:
     """Make a function of (model, loss, x, y, ...) accept ``(x, y)`` as its third argument, without y; and one of
     (model, loss, data, ...) x and y in place of data, y by position (no option holds a tensor) or by name."""
     signature = inspect.signature(function)
-    takes_data = "data" in signature.parameters
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        has_y = "y" in kwargs or (len(args) > THIRD and bool(tensors_in(args[THIRD])))
-        if takes_data and has_y:
-            args = _with_pair(args, kwargs)
-        elif not (takes_data or has_y):
-            args = _with_two(signature, args, kwargs)
-        return function(*args, **kwargs)
+    def of_pair(*args: Any, **kwargs: Any) -> Any:
+        if "y" in kwargs:
+            y, others = kwargs.pop("y"), args[THIRD:]
+        elif len(args) > THIRD and tensors_in(args[THIRD]):
+            y, others = args[THIRD], args[THIRD + 1 :]
+        else:
+            return function(*args, **kwargs)
+        x = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x", kwargs.pop("data", None))
+        if isinstance(x, DataLoader):
+            raise TypeError("y: the data are a DataLoader, which gives x and y: leave y out")
+        if len(args) >= THIRD:
+            return function(*args[: THIRD - 1], (x, y), *others, **kwargs)
+        return function(*args, data=(x, y), **kwargs)
 
-    return cast("Function", wrapper)
+    @functools.wraps(function)
+    def of_two(*args: Any, **kwargs: Any) -> Any:
+        if "y" in kwargs or (len(args) > THIRD and tensors_in(args[THIRD])):
+            return function(*args, **kwargs)
+        try:
+            is_missing = isinstance(signature.bind(*args, **kwargs).arguments["y"], Injection)
+        except TypeError:
+            is_missing = len(args) >= THIRD or "x" in kwargs  # else the call says what is missing
+        if not is_missing:
+            return function(*args, **kwargs)
+        pair = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x")
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[1], tuple | list):
+            raise TypeError(
+                f"y: it is missing, and x is no pair (x, y) but {kind_of(pair)}; pass x and y, of one batch"
+            )
+        if len(args) >= THIRD:
+            return function(*args[: THIRD - 1], *pair, *args[THIRD:], **kwargs)
+        return function(*args, x=pair[0], y=pair[1], **kwargs)
 
-
-def _with_pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The positional arguments with the pair in place of x and y; what is given by name changes in place."""
-    others = args[THIRD:] if "y" in kwargs else args[THIRD + 1 :]
-    y = kwargs.pop("y") if "y" in kwargs else args[THIRD]
-    x = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x", kwargs.pop("data", None))
-    if isinstance(x, DataLoader):
-        raise TypeError("y: the data are a DataLoader, which gives x and y: leave y out")
-    if len(args) >= THIRD:
-        return (*args[: THIRD - 1], (x, y), *others)
-    kwargs["data"] = x, y
-    return args
-
-
-def _with_two(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The same with x and y in place of the pair."""
-    try:
-        if not isinstance(signature.bind(*args, **kwargs).arguments["y"], Injection):
-            return args
-    except TypeError:
-        if len(args) < THIRD and "x" not in kwargs:
-            return args  # the call says what is missing
-    pair = args[THIRD - 1] if len(args) >= THIRD else kwargs["x"]
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[1], tuple | list):
-        raise TypeError(f"y: it is missing, and x is no pair (x, y) but {kind_of(pair)}; pass x and y, of one batch")
-    if len(args) >= THIRD:
-        return (*args[: THIRD - 1], *pair, *args[THIRD:])
-    kwargs["x"], kwargs["y"] = pair
-    return args
-
-
-def validate_loss(loss: Loss) -> Loss:
-    """The loss as a function of (output, target); TypeError or ValueError if it is not callable or no scalar."""
-    if not callable(loss):
-        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
-    loss = resolve(loss)
-    reduction_of(loss)
-    return loss
+    return cast("Function", of_pair if "data" in signature.parameters else of_two)
 
 
 def described(x: Any) -> str:
@@ -131,7 +116,9 @@ class Batch:
     ) -> Batch:
         """Check the arguments of the public functions, and count the samples."""
         model, chosen = unwrap_compiled(model), trained_parameters(model, parameters)
-        loss, x = validate_loss(loss), as_arguments(model, x)
+        loss = resolve(loss)
+        reduction_of(loss)  # refuses "none"
+        x = as_arguments(model, x) if isinstance(x, Mapping) else x
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
@@ -220,7 +207,9 @@ class Batch:
 
     def for_loss(self, output: Any) -> Any:
         """What the loss takes of the model's output."""
-        return join_heads(self.loss, logits(output)) if self.takes_logits else output
+        if type(output) is Tensor or not self.takes_logits:
+            return output
+        return join_heads(self.loss, logits(output))
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of the batch; ValueError where it reads more than the logits of the output."""

@@ -19,7 +19,7 @@ from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
-from curvature.losses import Loss, count_alike, is_torch_loss, name_of, per_sample_losses, require_weighted_sum
+from curvature.losses import TORCH_LOSSES, Loss, count_alike, name_of, per_sample_losses, require_weighted_sum
 from curvature.recording import graph_leaves, preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
@@ -227,7 +227,7 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
             return {name: contract(terms[name]) for name in batch.parameters}
 
         # 2. losses: each sample's own; one that reads parameters itself, as a penalty does, has plans of its own
-        of_torch, samples = is_torch_loss(batch.loss), (output, batch.y, batch.count, *batch.dims[1:])
+        of_torch, samples = type(batch.loss) in TORCH_LOSSES, (output, batch.y, batch.count, *batch.dims[1:])
         with nullcontext() if of_torch else RefuseDoubleBackward():
             losses = per_sample_losses(batch.loss, *samples)
         shares = require_weighted_sum(batch.loss, *samples)

@@ -24,7 +24,6 @@ from curvature.losses.table import (
     TORCH_LOSSES,
     Loss,
     is_entrywise,
-    is_torch_loss,
     join_heads,
     name_of,
     per_sample_losses,
@@ -35,6 +34,6 @@ from curvature.losses.table import (
 __all__ = [
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
     "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact", "found_of",
-    "is_entrywise", "is_torch_loss", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
+    "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
     "reduction_of", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from curvature.losses.own_state import PLAIN, found_of
 from curvature.losses.table import (
+    TORCH_LOSSES,
     Loss,
     dim_of_terms,
-    is_torch_loss,
     map_target,
     name_of,
     per_sample_losses,
@@ -54,7 +54,7 @@ def require_weighted_sum(
     loss: Any, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor | None:
     """Raise `NoWeightedSum` where samples meet. The samples' `shares`, where these had to be found, else None."""
-    loss, where = resolve(loss), (output, target, count, output_dim, target_dim)
+    where = output, target, count, output_dim, target_dim
     if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
         return shares(loss, *where)
     settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
@@ -82,7 +82,6 @@ def count_alike(
     loss: Loss, shares: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> bool:
     """Whether all samples have one share (from `require_weighted_sum`) in the batch's loss, but for those with none."""
-    loss = resolve(loss)
     if shares is None:
         weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
         if not weighs or not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -115,7 +114,7 @@ def _of_batch_and_samples(
         try:
             return per_sample_losses(loss, point[0], target, count, output_dim, target_dim)
         except Exception as error:  # whatever a loss of the user's raises
-            if is_torch_loss(loss):
+            if type(loss) in TORCH_LOSSES:
                 raise
             raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
 

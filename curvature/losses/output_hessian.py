@@ -30,7 +30,6 @@ from curvature.losses.table import (
     TORCH_LOSSES,
     Loss,
     TorchLoss,
-    is_torch_loss,
     map_target,
     name_of,
     per_sample_losses,
@@ -153,7 +152,7 @@ class OutputBatch:
             losses = per_sample_losses(self.loss, point, self.target, self.count)
             if not losses.requires_grad:
                 raise ValueError(f"{name_of(self.loss)} is not differentiable in the output")
-            if not is_torch_loss(self.resolved[0]):
+            if type(self.resolved[0]) not in TORCH_LOSSES:
                 require_second_derivatives(self.loss, losses, self.output, self.target)
             # l_n depends on its own rows alone, so one backward pass serves all samples
             (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)

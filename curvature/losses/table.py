@@ -41,22 +41,20 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
         return "sum"
     # "batchmean" is a mean of losses that are sums; an attribute of a class of the user's may mean anything
     is_batchmean = reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)
-    if reduction == "mean" or is_batchmean or not is_torch_loss(loss) and reduction != "none":
+    if reduction == "mean" or is_batchmean or type(loss) not in TORCH_LOSSES and reduction != "none":
         return "mean"
     raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
 
 
 def resolve(loss: Loss) -> Loss:
-    """The loss as a callable of (output, target) in the form that this package knows."""
+    """The loss as a callable of (output, target) in the form that this package knows; TypeError if it is none."""
+    if not callable(loss):
+        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:
         return GaussianNLLLoss(loss)
-    return loss if is_torch_loss(loss) else from_its_state(loss)
-
-
-def is_torch_loss(loss: Loss) -> bool:
-    return type(loss) in TORCH_LOSSES
+    return loss if type(loss) in TORCH_LOSSES else from_its_state(loss)
 
 
 class GaussianNLLLoss(nn.Module):

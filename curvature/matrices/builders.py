@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import digests, either_form, number_of_batches, require_order, validate_loss
+from curvature.gradients import digests, either_form, number_of_batches, require_order
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, by_layers, collected, require_injection, seed_of, summed
@@ -169,7 +169,7 @@ def gauss_newton(
     Arguments, errors and the operator that it returns are those of `fisher`. Source: Schraudolph 2002,
     doi:10.1162/08997660260028683.
     """
-    if isinstance(resolve(loss), FLAT):
+    if loss is not None and isinstance(resolve(loss), FLAT):
         warn_once(LINEAR, type(resolve(loss)).__name__)
     return fisher(model, loss, data, Curved(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
@@ -212,7 +212,7 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    validate_loss(loss)
+    resolve(loss)  # refuses None, which other builders take
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     return ThroughGradient(Repeated(source), source.space).operator()
 

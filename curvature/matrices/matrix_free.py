@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.losses import Injection, is_torch_loss, resolve
+from curvature.losses import TORCH_LOSSES, Injection, resolve
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
 from curvature.matrices.passes import RecordedBatch
@@ -157,7 +157,7 @@ class ThroughGradient:
         try:
             require_symmetric(self.space, self.passes)
         except RuntimeError as error:
-            if source.loss is None or not is_torch_loss(resolve(source.loss)):
+            if source.loss is None or type(resolve(source.loss)) not in TORCH_LOSSES:
                 raise
             # at its minimum the Hessian of a loss is rounding: that of other values tells whether torch has it right
             try:

@@ -104,10 +104,8 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
 
 
-def as_arguments(model: Callable[..., Any], x: Any) -> Any:
+def as_arguments(model: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     """A dict that can only be one positional argument, since the model's forward has none of its keys, in a tuple."""
-    if not isinstance(x, Mapping):
-        return x
     signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     try:
         signature.bind(**x)
