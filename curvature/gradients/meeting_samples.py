@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,8 @@ MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 class Verdicts:
     """What was found at one shape of the input."""
 
-    # `Tape.steps` of passes in which samples do not meet: where data choose branches, soon all that there are
+    # pairs of functions that passes call one after the other in which samples do not meet: where data choose branches,
+    # soon all that there are
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
     asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
@@ -77,16 +79,16 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if versions != known.versions:
         known.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
         known.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
-    steps = tape.steps | {("filled", known.filled)} if known.filled else tape.steps
+    steps = {*pairwise([None, *tape.functions]), *([("filled", known.filled)] if known.filled else ())}
     is_new = not steps <= known.apart
     # where data say where samples go, or which of them (as an adjacency matrix does), they say who meets in this pass
-    inputs, pairwise = tensors_in(batch.x), (batch.count, batch.count)
-    is_open = tape.graph is None or tape.counts or (len(inputs) > 1 and any(t.shape == pairwise for t in inputs))
+    inputs, by_pair = tensors_in(batch.x), (batch.count, batch.count)
+    is_open = tape.graph is None or tape.counts or (len(inputs) > 1 and any(t.shape == by_pair for t in inputs))
     if not is_open or (known.asked is not None and known.asked() is tape):
         if not is_new:
             return ""
-        if steps in known.meeting:
-            return known.meeting[steps]
+        if (where := known.meeting.get(frozenset(steps))) is not None:
+            return where
     where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
@@ -95,7 +97,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
         known.meeting.clear()
     known.asked = weakref.ref(tape)
     if where:
-        known.meeting[steps] = where
+        known.meeting[frozenset(steps)] = where
     else:
         known.apart |= steps
     return where

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
 
-from curvature.functional import graph_nodes, is_of_the_user
+from curvature.functional import is_of_the_user
 from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
@@ -64,21 +64,24 @@ SETTINGS: dict[type, list[str]] = {}  # by kind of torch's nodes, what they save
 
 def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
     """What Python has decided of how samples move; None where data may: an index, a mask, a function of the user's."""
-    nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
-    for node in nodes:
-        if type(node).__name__.partition("Backward")[0] in DATA_DEPENDENT:
-            may_move = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+    leaves, signature = set(map(id, parameters)), []
+    nodes, numbers = [result.node], {result.node: 0}
+    for node in nodes:  # which grows
+        kind, steps = type(node), [step for step, _ in node.next_functions if step is not None]
+        if kind.__name__.partition("Backward")[0] in DATA_DEPENDENT:
+            may_move = any(id(getattr(step, "variable", None)) not in leaves for step in steps)
         else:
-            may_move = type(node) not in SETTINGS and is_of_the_user(node)
+            may_move = kind not in SETTINGS and is_of_the_user(node)
         if may_move:
             return None
-    numbers = {node: k for k, node in enumerate(nodes)}
-    for node in nodes:
-        kind = type(node)
         if kind not in SETTINGS:
             # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
             names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
             SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
+        for step in steps:
+            if step not in numbers:
+                numbers[step] = len(nodes)
+                nodes.append(step)
         edges = tuple((numbers[step], output) for step, output in node.next_functions if step is not None)
         signature.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
     return tuple(signature)

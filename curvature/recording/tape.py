@@ -6,9 +6,8 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, RecordedCall, Rule, Unsupported
-from curvature.terms import Term, without_bias
+from curvature.terms import Term, TransposedConvolution
 
 if TYPE_CHECKING:
     from curvature.recording.model_call import ModelState
@@ -105,15 +104,11 @@ class Use:
         return data[min(data, key=lambda k: (k in biases, k in parameters))] if data else None
 
     @property
-    def is_unchanged(self) -> bool:
-        """Whether the data are as the function met them."""
-        return all(x._version == version for x, version in self.versions)
-
-    @property
     def knows_change(self) -> bool:
         """Whether the rule says how the output changes with the parameters, and these are read as they are."""
         known = self.rule is not None and type(self.rule).change is not Rule.change
-        return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
+        is_unchanged = all(x._version == version for x, version in self.versions)
+        return known and is_unchanged and all(node.origin is None for node in self.slots.values())
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
@@ -123,10 +118,14 @@ class Use:
         """
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
-        if not self.is_unchanged:
+        if any(x._version != version for x, version in self.versions):
             raise Unsupported("the activation was changed in place after it was read")
-        term = self.rule.term(self.call, slot, b, layout)
-        return term if self.rule.bias_slot(self.call, slot) in self.slots else without_bias(term)
+        term: Any = self.rule.term(self.call, slot, b, layout)
+        if self.rule.bias_slot(self.call, slot) in self.slots:
+            return term
+        if isinstance(term, TransposedConvolution):
+            return replace(term, direct=replace(term.direct, has_bias=False))
+        return replace(term, has_bias=False) if hasattr(term, "has_bias") else term
 
 
 class Tape:
@@ -160,11 +159,6 @@ class Tape:
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.functions: list[tuple[Any, ...]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
-
-    @cached_property
-    def steps(self) -> frozenset[Any]:
-        """Pairs of `functions` that the pass called one after the other, once it is over."""
-        return frozenset(pairwise([None, *self.functions]))
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Backpropagate vectors from the output.

@@ -132,10 +132,11 @@ class OuterProduct:
         return self.assemble((b.permute(1, 2, 0) @ self.a.flatten(0, 1).transpose(0, 1))[None])[0]
 
     def gradients(self) -> Tensor:
-        a, b = self.a, self.b
+        own = self if self.order is None else self.untransposed
+        a, b = own.a, own.b
         if a.shape[1] == 1:
-            return self.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
-        return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
+            return own.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
+        return own.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct, WithDirectForm
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import RowSlice, Term, chunks, merge_terms, promote, sum_in_place, unfold
+from curvature.terms.term import RowSlice, Term, chunks, merge_terms, sum_in_place, unfold
 
 CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
 CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
@@ -72,8 +72,7 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:
-        (term,) = terms
-        return (term.untransposed if isinstance(term, OuterProduct) else term).gradients()
+        return terms[0].gradients()
     first, *others = sorted(merge_terms(terms), key=lambda term: not isinstance(term, RowSlice))
     out = first.gradients()
     if others and not isinstance(first, FRESH | RowSlice):
@@ -85,6 +84,18 @@ def gradients(terms: Sequence[Term]) -> Tensor:
             g = other.gradients()
             out = out.add_(g) if out.dtype == g.dtype else out + g
     return out
+
+
+def promote(term: Term, dtype: torch.dtype) -> Term:
+    """Raise tensors of lower precision to `dtype`: under autocast, the two sides of a term differ."""
+    if isinstance(term, RowSlice):
+        inner = promote(term.term, dtype)
+        assert not isinstance(inner, RowSlice)
+        return replace(term, term=inner)
+    known = {k: x for k, x in vars(term).items() if isinstance(x, Tensor) and x.is_floating_point()}
+    low = {k: x for k, x in known.items() if torch.promote_types(x.dtype, dtype) != x.dtype}
+    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **raised) if raised else term
 
 
 def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:

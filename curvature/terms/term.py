@@ -89,13 +89,6 @@ def _with_backprops(term: Any, part: slice) -> Any:
     return replace(term, b=term.b[part])
 
 
-def without_bias(term: Any) -> Any:
-    """A term of places at which the layer adds no bias."""
-    if isinstance(term, TransposedConvolution):
-        return replace(term, direct=replace(term.direct, has_bias=False))
-    return replace(term, has_bias=False) if isinstance(term, OuterProduct | Convolution | ElementwiseProduct) else term
-
-
 def to_device(term: Any, device: torch.device | str) -> Any:
     """The term with its tensors detached and on `device`."""
     if isinstance(term, Tensor):
@@ -103,18 +96,6 @@ def to_device(term: Any, device: torch.device | str) -> Any:
     if not is_dataclass(term) or isinstance(term, type):
         return term
     return replace(term, **{f.name: to_device(getattr(term, f.name), device) for f in fields(term)})
-
-
-def promote(term: Term, dtype: torch.dtype) -> Term:
-    """Raise tensors of lower precision to `dtype`: under autocast, the two sides of a term differ."""
-    if isinstance(term, RowSlice):
-        inner = promote(term.term, dtype)
-        assert not isinstance(inner, RowSlice)
-        return replace(term, term=inner)
-    known = {k: x for k, x in vars(term).items() if isinstance(x, Tensor) and x.is_floating_point()}
-    low = {k: x for k, x in known.items() if torch.promote_types(x.dtype, dtype) != x.dtype}
-    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
-    return replace(term, **raised) if raised else term
 
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:
