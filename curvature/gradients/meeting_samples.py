@@ -37,8 +37,8 @@ MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 class Verdicts:
     """What was found at one shape of the input."""
 
-    # pairs of functions that passes call one after the other in which samples do not meet: where data choose branches,
-    # soon all that there are
+    # steps (pairs of functions called one after the other) of passes in which samples do not meet: where data choose
+    # branches, soon all that there are
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
     asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
@@ -79,7 +79,9 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if versions != known.versions:
         known.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
         known.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
-    steps = {*pairwise([None, *tape.functions]), *([("filled", known.filled)] if known.filled else ())}
+    steps = frozenset[Any](pairwise([None, *tape.functions]))
+    if known.filled:
+        steps |= {("filled", known.filled)}
     is_new = not steps <= known.apart
     # where data say where samples go, or which of them (as an adjacency matrix does), they say who meets in this pass
     inputs, by_pair = tensors_in(batch.x), (batch.count, batch.count)
@@ -87,8 +89,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if not is_open or (known.asked is not None and known.asked() is tape):
         if not is_new:
             return ""
-        if (where := known.meeting.get(frozenset(steps))) is not None:
-            return where
+        if steps in known.meeting:
+            return known.meeting[steps]
     where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
@@ -97,7 +99,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
         known.meeting.clear()
     known.asked = weakref.ref(tape)
     if where:
-        known.meeting[frozenset(steps)] = where
+        known.meeting[steps] = where
     else:
         known.apart |= steps
     return where
