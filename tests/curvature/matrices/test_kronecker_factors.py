@@ -237,6 +237,18 @@ def test_a_weight_tied_between_layers_with_and_without_bias(sharing: str):
     matches(curvature.ekfac(tied, nn.MSELoss(), data, sharing=sharing).trace(), exact.trace())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_matrix_that_a_bilinear_form_reads_too_has_its_exact_block(order: int):
+    """Both axes of the matrix are inputs of the form: it has no factors in common with the layer."""
+    reads = [lambda m, x: F.linear(x, m.w).tanh(), lambda m, x: torch.einsum("ni,ij,nj->n", x[:, :2], m.w, x)[:, None]]
+    with seeded(0):
+        model = Raw(lambda m, x: sum(read(m, x) for read in reads[::order]), w=(2, 3)).double()
+        data = floats(3)(5).double(), floats(2)(5).double()
+    exact = oracle.Matrices(model, nn.MSELoss(), data).fisher
+    for builder in (curvature.kfac, curvature.ekfac):
+        matches(builder(model, nn.MSELoss(), data).to_dense(), exact)
+
+
 def net() -> nn.Module:
     with seeded(0):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
