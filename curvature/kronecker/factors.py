@@ -168,9 +168,12 @@ class Scheme:
             return None
         is_matrix = len(term.shape) == 2
         may_be_flipped = len(here.shapes) == 1 and is_matrix and term.groups == here.groups == 1
-        if not may_be_flipped and not (same and (term.groups, term.outputs) == (here.groups, here.outputs)):
+        if not may_be_flipped and not (same and term.groups == here.groups):
             return None
-        return Reading(isinstance(term, IndexedRows), is_matrix and (term.order == (1, 0)) != (here.order == (1, 0)))
+        is_flipped = is_matrix and (term.order == (1, 0)) != (here.order == (1, 0))
+        if term.outputs != here.sides[2 if is_flipped else 1]:
+            return None  # both axes may be inputs, as those of a bilinear form
+        return Reading(isinstance(term, IndexedRows), is_flipped)
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
         """The terms by their reading of the weight; ValueError for one that does not read it in this arrangement."""

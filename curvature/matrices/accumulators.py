@@ -89,7 +89,7 @@ class Accumulator(Generic[Result]):
 
     def refined(self, block: Any) -> Accumulator[Any]:
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
-        if isinstance(block, Kronecker | EigenKronecker):
+        if isinstance(block, Kronecker | EigenKronecker | RowBlocks):
             raise ValueError(
                 f"factors: found {block!r}, but these data read {self.names[0]} in a way that has no such factors; "
                 "make them of all data, or choose structure= for both"
@@ -382,6 +382,9 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
         inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
         return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
 
-    def refined(self, block: RowBlocks) -> RowRangeAccumulator:
+    def refined(self, block: Any) -> Accumulator[Any]:
+        ranges = [part.names[0] for part in self.parts.values()]
+        if not isinstance(block, RowBlocks) or list(block.blocks) != ranges:
+            raise ValueError(f"factors: expected blocks of {', '.join(ranges)}, which are read apart, found {block!r}")
         found = zip(self.parts.items(), block.blocks.values(), strict=True)
         return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})

@@ -119,7 +119,7 @@ class RecordingMode(TorchFunctionMode):
             is_whole = len(outs) == 1 and len(used) <= len({*map(id, slots.values())})
             if rule is not None and is_whole and all(k in rule.parameters for k in slots):
                 call = RecordedCall(saved, tuple(outs[0].shape), rule.statistics(outs[0]))
-                use = add_use(self.tape, func, slots, rule, call, _edge_of(outs[0]), versions, follows_graph)
+                use = add_use(self.tape, func, slots, rule, call, _edge_of(outs[0], tensors), versions, follows_graph)
             else:
                 use = add_use(self.tape, func, {f"argument{k}": node for k, node in enumerate(used.values())})
             if self._are_data(tensors) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
@@ -178,8 +178,12 @@ def _memory(x: Tensor) -> tuple[int, torch.Size] | None:
     return (x.data_ptr(), x.shape) if is_plain and x.numel() else None
 
 
-def _edge_of(out: Tensor) -> GradientEdge:
-    """Where the backprop arrives: at the base of a view of all of it, whose node in-place changes would bypass."""
+def _edge_of(out: Tensor, inputs: Iterable[Tensor]) -> GradientEdge:
+    """Where the backprop arrives: at the base of a view of all of it, whose node in-place changes would bypass.
+
+    The base of a view of an input (``p.expand(1, 4)``) gets what comes back from all other reads, too.
+    """
     base = out._base if out._is_view() else None
     whole = base is not None and base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous()
-    return get_gradient_edge(base if base is not None and whole and base.requires_grad else out)
+    is_input = base is not None and any(x is base or x._base is base for x in inputs)
+    return get_gradient_edge(base if base is not None and whole and base.requires_grad and not is_input else out)

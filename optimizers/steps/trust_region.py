@@ -241,7 +241,7 @@ class TrustRegionStep(StepRule):
         state, most = self.state, self.constants.longest_gradient
         found = self.direction(context, g, state.recall if state else 1.0)
         facts = _read(context, g, last, found)
-        if state is None or not most * state.norm < facts.norm < math.inf:
+        if state is None or not 0 < most * state.norm < facts.norm < math.inf:  # after zeros alone none is too long
             return found, facts
         if has_new_scale(state, facts.norm, self.constants):
             return found, facts

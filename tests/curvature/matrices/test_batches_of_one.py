@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvature
 from support.cases.case import Raw, seeded
 from support.combinations import in_pairs
+from support.oracles.brute_force import Matrices
 
 pytestmark = pytest.mark.fast
 
@@ -65,6 +66,29 @@ def test_a_batch_of_one_sample_goes_through_the_rules(caplog: pytest.LogCaptureF
     model = folded(HEADS["value head"])
     curvature.kfac(model, nn.MSELoss(), (torch.randn(1, 5, 3), torch.randn(1, 5)))
     assert "no layer rule" not in caplog.text
+
+
+EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "expand": lambda p, x: p.expand(len(x), -1, -1),
+    "expand_as": lambda p, x: p.expand_as(x),
+    "of a view": lambda p, x: p.view(-1, 3).broadcast_to(x.shape),
+    "of a computed table": lambda p, x: p.exp().expand(len(x), -1, -1),
+}
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", EXPANDED)
+def test_a_table_expanded_to_one_sample_is_one_of_its_reads(name: str) -> None:
+    """The result is a view of all of the table, whose node in the graph gets what comes from the other read, too."""
+    with seeded(0):
+        model = Raw(lambda m, x: (x * EXPANDED[name](m.table, x)).tanh() * m.table, table=(5, 3))
+        x, y = torch.randn(3, 5, 3), torch.randn(3, 5, 3)
+    expected = Matrices(model, nn.MSELoss(), (x, y)).fisher
+    for data in ([(x[:1], y[:1]), (x[1:], y[1:])], [(x[:2], y[:2]), (x[2:], y[2:])]):
+        found = curvature.fisher_blocks(model, nn.MSELoss(), data)
+        torch.testing.assert_close(found.to_dense(), expected)
+        diagonal = curvature.fisher_diagonal(model, nn.MSELoss(), data)["table"]
+        torch.testing.assert_close(diagonal.flatten(), expected.diagonal())
 
 
 LOSSES: dict[str, Any] = {

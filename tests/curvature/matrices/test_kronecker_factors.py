@@ -237,6 +237,18 @@ def test_a_weight_tied_between_layers_with_and_without_bias(sharing: str):
     matches(curvature.ekfac(tied, nn.MSELoss(), data, sharing=sharing).trace(), exact.trace())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_matrix_that_a_bilinear_form_reads_too_has_its_exact_block(order: int):
+    """Both axes of the matrix are inputs of the form: it has no factors in common with the layer."""
+    reads = [lambda m, x: F.linear(x, m.w).tanh(), lambda m, x: torch.einsum("ni,ij,nj->n", x[:, :2], m.w, x)[:, None]]
+    with seeded(0):
+        model = Raw(lambda m, x: sum(read(m, x) for read in reads[::order]), w=(2, 3)).double()
+        data = floats(3)(5).double(), floats(2)(5).double()
+    exact = oracle.Matrices(model, nn.MSELoss(), data).fisher
+    for builder in (curvature.kfac, curvature.ekfac):
+        matches(builder(model, nn.MSELoss(), data).to_dense(), exact)
+
+
 def net() -> nn.Module:
     with seeded(0):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -415,3 +427,26 @@ def test_projections_have_factors_of_their_own(builder: str, sharing: str, apart
         matches(expected, kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing))
     matches(found.to_dense(), expected[index][:, index], 1e-8)
     check_operator(model, found)
+
+
+def test_factors_in_whose_data_no_ranges_of_rows_are_read_apart():
+    """Of data that do not reach the layer, or read it whole; and factors of ranges where the weight is read whole."""
+    apart = lambda m, x: F.linear(x, m.w[:2]) * F.linear(x.flip(1), m.w[2:])
+    reads = {"apart": apart, "whole": lambda m, x: F.linear(x, m.w).unflatten(1, (2, 2)).prod(1), "not": lambda m, x: x}
+    with seeded(0):
+        model = Raw(lambda m, x: m.head(m.read(m, x)), w=(4, 2), head=nn.Linear(2, 2)).double()
+        data = floats(2)(5).double(), floats(2)(5).double()
+
+    def refined(first: str, second: str, **options: Any) -> Any:
+        model.read = reads[first]
+        K = curvature.kfac(model, nn.MSELoss(), data)
+        model.read = reads[second]
+        return curvature.ekfac(model, nn.MSELoss(), data, factors=K, **options)
+
+    for first in ("whole", "not"):
+        with pytest.raises(ValueError, match=r"factors: expected blocks of w\[0:2\], w\[2:4\], which are read apart"):
+            refined(first, "apart")
+    with pytest.raises(ValueError, match="factors: expected Kronecker factors of w"):
+        refined("apart", "whole")
+    with pytest.raises(ValueError, match="factors: found RowBlocks.*no such factors"):
+        refined("apart", "apart", structure={"w": "dense"})
