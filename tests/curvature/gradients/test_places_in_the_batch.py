@@ -47,11 +47,7 @@ BY_PLACE = {
     "the first of its expert": first_of_its_expert,
     "ranks": lambda m, x: m.b(m.a(x) * m.table[x[:, 0].argsort().argsort()]),
 }
-MATRICES = {
-    "gauss_newton": curvature.gauss_newton,
-    "hessian": curvature.hessian,
-    "fisher": curvature.fisher,
-}
+MATRICES = {"gauss_newton": curvature.gauss_newton, "hessian": curvature.hessian, "fisher": curvature.fisher}
 
 
 def prepared(name: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
