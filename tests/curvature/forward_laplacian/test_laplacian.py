@@ -1,7 +1,5 @@
 """Values, gradients and Laplacians in one forward pass, against whole Hessians of one sample after the other."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

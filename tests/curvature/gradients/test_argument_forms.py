@@ -1,7 +1,5 @@
 """Forms of arguments: pairs, bags with offsets, packed sequences, dicts; and mistakes in them say what to do."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Sums of clipped gradients and the noise on them, and the noise scale, against loops over samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

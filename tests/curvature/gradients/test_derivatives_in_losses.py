@@ -1,7 +1,5 @@
 """Jacobians of values, also of functions that differentiate the model, against backward passes of single values."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Per-sample gradients without rules: each way alone, which is taken, and parameters of computed tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

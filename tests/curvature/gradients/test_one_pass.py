@@ -1,7 +1,5 @@
 """Passes that draw random numbers, move buffers or put samples elsewhere: rows are of the pass that is asked about."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

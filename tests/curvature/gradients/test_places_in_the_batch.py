@@ -1,7 +1,5 @@
 """Samples meet by their place in the batch or their number, by gates and masks in buffers, by adjacency matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Second moments of activations and backprops of every kind of layer, against the layer's own Jacobian."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inverses of Kronecker products, and sides too large to write down, against dense matrices and what they stand for."""
 
-from __future__ import annotations
-
 import io
 import statistics
 from typing import Any

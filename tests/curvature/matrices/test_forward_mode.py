@@ -1,7 +1,5 @@
 """Ways to compute the same faster: ``J v`` with dual numbers where that is right, and vectors in smaller chunks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Kronecker factors of every layer against brute force, where they are exact, and what stands in for them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``J v`` through the rules of layers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

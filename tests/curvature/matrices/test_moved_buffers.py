@@ -1,7 +1,5 @@
 """Models whose buffers move in each forward pass: every pass of ours begins from the buffers that there are."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Jacobians of all outputs, and diagonals of each sample's own matrix, against autograd and brute force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Matrices whose sums are in files: interrupted passes, data in several parts, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What only Kronecker-factored matrices have; their algebra is in test_operators.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

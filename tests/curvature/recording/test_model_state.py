@@ -1,7 +1,5 @@
 """Buffers that come back, contexts that end, functions of parameters as modules, dicts that are one argument."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a capture records, what it sends back, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

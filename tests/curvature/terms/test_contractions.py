@@ -1,7 +1,5 @@
 """Gradients, norms, Gram matrices and sums of products of every kind of term, against plain sums over places."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ output is differentiated entry by entry, and the sample's own loss twice; how th
 is read off that loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

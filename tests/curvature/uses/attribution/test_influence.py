@@ -1,7 +1,5 @@
 """Influence scores against dense inverses and loops over samples, and against training without a sample."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

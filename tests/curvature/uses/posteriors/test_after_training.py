@@ -1,7 +1,5 @@
 """Posteriors, influence, saliencies and merging in single precision, of nets that KFAC has trained."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from statistics import median
