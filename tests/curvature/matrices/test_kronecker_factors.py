@@ -156,17 +156,6 @@ def test_exact_with_a_term_for_every_place_or_where_places_are_averaged(sharing:
     assert (found - expected).norm() > 0.1 * expected.norm()
 
 
-@sharings
-@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
-def test_one_sample_with_one_place_is_exact(builder: str, sharing: str):
-    with seeded(0):
-        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1), nn.Tanh(), nn.Flatten()]
-        model = nn.Sequential(*layers, nn.Linear(3, 4)).double()
-        data = floats(3)(1).double(), indices(4)(1)
-    expected = exact_blocks(oracle.Matrices(model, nn.CrossEntropyLoss(), data))
-    matches(getattr(curvature, builder)(model, nn.CrossEntropyLoss(), data, sharing=sharing).to_dense(), expected)
-
-
 def test_rows_that_are_never_read_are_zero():
     """Rows that are read otherwise in another batch are not left out of the sum: they are refused."""
     with seeded(0):
@@ -310,13 +299,6 @@ def test_layers_without_factors_have_their_exact_block(case: Case):
             if not names[0].startswith(tuple(factored_inverses)):
                 index = torch.cat([oracle.positions(model)[name].flatten() for name in names])
                 matches(block.to_dense(), of.fisher[index[:, None], index])
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
-@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
-def test_operator(case: Case, builder: str):
-    model, loss = case.build()
-    check_operator(model, getattr(curvature, builder)(model, loss, case.batch(model)))
 
 
 @pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_blocks"])

@@ -12,11 +12,6 @@ pytestmark = pytest.mark.fast
 D = 0.3
 
 
-def test_kron_of_a_plain_matrix(device):
-    op, _ = kronecker(ARRANGEMENTS["matrix"])(Source(device))
-    torch.testing.assert_close(op.to_dense(), torch.kron(op.B[0], op.A[0]))
-
-
 def test_bias_is_the_last_input(device):
     """One sample with backprop b and input (a, 1): its gradient's outer product is the matrix."""
     source, arrangement = Source(device), ARRANGEMENTS["bias"]

@@ -93,14 +93,6 @@ def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
     assert stance() == "default" and checkpoint.CheckpointFunction is function
 
 
-def test_a_context_within_another() -> None:
-    with force_eager(nonreentrant=True):
-        with force_eager(nonreentrant=True):
-            assert stance() == "force_eager"
-        assert stance() == "force_eager"
-    assert stance() == "default"
-
-
 def test_the_stance_of_the_user_stays() -> None:
     context = force_eager()
     context.__enter__()
