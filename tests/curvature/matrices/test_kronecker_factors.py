@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature.kronecker import factors
 from support.cases.case import Case, Raw, floats, indices, seeded
 from support.cases.matrices import batch_of, batches, deep_linear, extra, reference, shared_reference, small
 from support.combinations import member
@@ -39,6 +40,7 @@ ELSEWHERE = {
 }
 OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELSEWHERE]
 CASES = [*LAYERS, *OTHERS, *extra()]
+FAST = {"conv1d_groups", "conv_transpose1d_mixed", "layer_norm_places", "group_norm_places"}
 name_of = lambda case: case.id
 sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
@@ -50,15 +52,18 @@ def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer
 
 
 def test_cases_named_are_all_there():
-    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED) - {case.id for case in CASES}
+    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED | FAST) - {case.id for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_factors_of_every_layer(case: Case):
-    """And eigenvalues that are exact in the basis of the factors."""
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.fast] * (case.id in FAST)) for case in CASES]
+)
+def test_factors_of_every_layer(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """Of one sample at a time; and eigenvalues that are exact in the basis of the factors, of all at once."""
     model, loss, data, layers = prepared(case)
     for sharing in ("expand", "reduce"):
-        with member(sharing):
+        with member(sharing), monkeypatch.context() as patch:
+            patch.setattr(factors, "CHUNK_ELEMENTS", 1)
             with unchanged(model, data):
                 found = curvature.kfac(model, loss, data, sharing=sharing)
             matches(found.to_dense(), kronecker(layers, sharing))

@@ -272,6 +272,15 @@ class Matrices:
         return loss(forward(self.model, x), y)
 
 
+def of_the_batch(model: nn.Module, loss: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """The Gauss-Newton matrix and the Hessian of the loss of all samples as one batch, in which they may meet."""
+    flat = torch.cat([p.detach().flatten() for p in trainable(model).values()])
+    run = lambda v: torch.func.functional_call(model, split(model, v), (x,))
+    J, output = torch.autograd.functional.jacobian(run, flat).flatten(0, -2), run(flat)
+    H = torch.autograd.functional.hessian(lambda o: loss(o, y), output).reshape(output.numel(), -1)
+    return J.T @ H @ J, torch.autograd.functional.hessian(lambda v: loss(run(v), y), flat)
+
+
 def split(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
     """A flat vector as {name: shape of the parameter}."""
     parameters = trainable(model)
