@@ -1,7 +1,5 @@
 """The rules of the architecture: which package may import what, how long files are, what must be documented."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

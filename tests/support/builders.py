@@ -1,7 +1,5 @@
 """All builders, and the results of those that compute them at the first use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

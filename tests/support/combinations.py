@@ -1,7 +1,5 @@
 """Many cases in few tests: options in which each two values meet, and members of one test that are named."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter

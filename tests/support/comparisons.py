@@ -1,7 +1,5 @@
 """What compares matrices, and rows with their definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model to compile, its batches, and what compares runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

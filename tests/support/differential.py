@@ -1,7 +1,5 @@
 """Derivatives of outputs with respect to inputs, by autograd."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

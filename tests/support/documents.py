@@ -1,7 +1,5 @@
 """The python blocks of a markdown page, as one program."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 python tests/support/guide_pictures.py        # writes them anew; then look at them
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

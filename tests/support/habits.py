@@ -1,7 +1,5 @@
 """What tests of habits in training loops share: a small model and its data, the plain loop, and what compares runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Operations that make the host wait for a device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What compares values, gradients and Laplacians with the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Calls that start work on a device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

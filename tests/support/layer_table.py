@@ -3,8 +3,6 @@
 python tests/support/layer_table.py        # writes the table into the guide
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

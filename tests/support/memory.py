@@ -1,7 +1,5 @@
 """The peak of what tensors take, and the largest of them."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a loss says at an output, of which the samples come first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

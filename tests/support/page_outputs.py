@@ -3,8 +3,6 @@
 python tests/support/page_outputs.py        # writes them anew
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """What the tests of pictures share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import matplotlib.pyplot as plt

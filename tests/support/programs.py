@@ -1,7 +1,5 @@
 """Runs functions as programs of their own, forked from a process that has imported torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

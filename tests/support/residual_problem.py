@@ -1,7 +1,5 @@
 """A Poisson equation on few points, and its Jacobian by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients of samples, and all that is made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of which one block of running curvature is looked at, and what it should be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

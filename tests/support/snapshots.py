@@ -1,7 +1,5 @@
 """That nothing of the user's is changed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

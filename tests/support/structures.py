@@ -1,7 +1,5 @@
 """Random small matrices of every structure, each with the same matrix as torch alone builds it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The environment variable DATA_ORDER, a whole number, gives every run other batches: `make test-processors` sets it.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@
 in build/versions.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Terms of the parameters of small models, and the definitions of second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention in blocks of queries: values and derivatives of attention written out, and no tensor of all scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

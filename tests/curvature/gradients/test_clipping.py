@@ -1,7 +1,5 @@
 """Sums of clipped gradients and the noise on them, and the noise scale, against loops over samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -119,19 +117,6 @@ def test_no_two_passes_in_training_mode_share_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_step_of_private_training():
-    """As the guide writes it: `.grad` of any optimizer."""
-    model, x, y = problem("cnn")
-    parameters, before = dict(model.named_parameters()), [p.detach().clone() for p in model.parameters()]
-    opt = torch.optim.SGD(parameters.values(), lr=0.1)
-    found = rows(model, [((x[n : n + 1],), y[n : n + 1]) for n in range(N)])
-    for name, g in curvature.clipped_gradient(model, LOSS, x, y, max_norm=0.5).items():
-        parameters[name].grad = g / N
-    opt.step()
-    for p, old, g in zip(parameters.values(), before, clipped(found, 0.5).values(), strict=True):
-        matches(p.detach(), old - 0.1 * g / N)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -146,12 +131,6 @@ def test_arguments_are_checked(options: dict[str, Any], text: str):
     model, x, y = problem("cnn")
     with pytest.raises(ValueError, match=text):
         curvature.clipped_gradient(model, LOSS, x, y, **{"max_norm": 1.0} | options)
-
-
-def test_batch_norm_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
-        curvature.clipped_gradient(model, LOSS, torch.randn(5, 4), torch.arange(5) % 3, 1.0)
 
 
 def counted(count: int) -> tuple[nn.Module, Tensor, Tensor]:

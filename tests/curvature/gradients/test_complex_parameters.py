@@ -1,7 +1,5 @@
 """Complex parameters and outputs: rows are autograd's, inner products real; what has no complex form says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

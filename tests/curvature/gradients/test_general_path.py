@@ -1,7 +1,5 @@
 """Per-sample gradients without rules: each way alone, which is taken, and parameters of computed tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +37,7 @@ def test_each_way_alone(way: Any) -> None:
 
 @pytest.mark.parametrize("cached_bytes", [0, 3000, 1 << 25])
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_backward_passes_of_a_recorded_graph(
-    cached_bytes: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_passes_of_a_recorded_graph(cached_bytes: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch):
     """Some at a time where the graph is small, unless that is wrong."""
     rows = jacobian_products.gradient_rows
     wrong = lambda *args: [g * (1 + (len(g) > 1)) for g in rows(*args)]

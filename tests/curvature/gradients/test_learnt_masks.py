@@ -1,7 +1,5 @@
 """Attention with learnt biases on its scores, shared by all samples: rules give their rows, not the general path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

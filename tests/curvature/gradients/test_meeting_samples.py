@@ -60,6 +60,10 @@ MEETING = {
     "in a batch of which one sample alone draws": lambda: Raw(
         lambda m, x: m.b(m.a(x).tanh().cumsum(0)) * (1 + torch.rand(int(x[0, 0] > 0), 3).to(x).sum(0)), **layers()
     ),
+    # as many for a sample alone: its output can be compared
+    "divided by their number, beside random numbers": lambda: Raw(
+        lambda m, x: m.b(m.a(x).tanh() / len(x) + torch.rand(5).to(x)), **layers()
+    ),
     "deterministic in evaluation": lambda: Raw(
         lambda m, x: m.b(centred(F.rrelu(m.a(x), training=m.training))), **layers()
     ).eval(),
@@ -149,14 +153,6 @@ def test_random_numbers_of_an_accelerator_go_as_far_for_one_sample(accelerator):
     with brute_force.forked():
         ENTROPY(model(x), y).backward()
     torch.testing.assert_close(rows["a.weight"].mean(0), model.a.weight.grad)
-
-
-def test_outputs_that_go_by_the_number_of_samples_are_refused_beside_random_numbers():
-    """As many for a sample alone: its output can be compared."""
-    refuse(
-        "per_sample_gradients",
-        *prepared(lambda: Raw(lambda m, x: m.b(m.a(x).tanh() / len(x) + torch.rand(5).to(x)), **layers())),
-    )
 
 
 @pytest.mark.parametrize("count", range(2, 10))

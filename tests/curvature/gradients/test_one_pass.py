@@ -1,7 +1,5 @@
 """Passes that draw random numbers, move buffers or put samples elsewhere: rows are of the pass that is asked about."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -48,50 +46,6 @@ def test_rows_are_of_the_pass_of_the_same_seed(member: str) -> None:
         with seeded(3):
             diagonal = curvature.fisher_diagonal(model, loss, (x, y), inject=curvature.empirical())
         torch.testing.assert_close(diagonal, {k: g.square().mean(0) for k, g in rows.items()})
-
-
-def counted(after: bool) -> nn.Module:
-    """A buffer moves at each pass, and the pass reads it: before it moves or after."""
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        before = m.scale.clone()
-        m.scale.mul_(1.5)
-        return m.layer(x) * (m.scale.clone() if after else before)
-
-    return Raw(run, layer=nn.Linear(3, 4), scale=torch.ones(()))
-
-
-MOVING: dict[str, Any] = {
-    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
-    "parametrization": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)),
-    "convolution": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 3)), nn.utils.spectral_norm(nn.Conv1d(1, 4, 3)), nn.Flatten()
-    ),
-    "read before": lambda: counted(after=False),
-    "read after": lambda: counted(after=True),
-}
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("member", MOVING)
-def test_rows_are_from_the_buffers_that_there_are(member: str, training: bool) -> None:
-    with seeded(0):
-        model = nn.Sequential(MOVING[member](), nn.Tanh(), nn.Linear(4, 2)).double().train(training)
-        x, y, loss = torch.randn(5, 3).double(), torch.randn(5, 2).double(), nn.MSELoss()
-    start = {k: v.clone() for k, v in model.state_dict().items()}
-    alone = []
-    for n in range(len(x)):
-        alone.append(rows_of(model, [loss(model(x[n : n + 1]), y[n : n + 1])]))
-        model.load_state_dict(start)
-    for _ in range(2):
-        rows = curvature.per_sample_gradients(model, loss, x, y)
-        torch.testing.assert_close(rows, {k: torch.cat([a[k] for a in alone]) for k in rows})
-        torch.testing.assert_close(dict(model.state_dict()), start, rtol=0, atol=0)
-    flat = torch.cat([rows[k].flatten(1) for k, _ in model.named_parameters()], 1)
-    fisher = curvature.empirical_fisher(model, loss, (x, y))
-    v = torch.ones(flat.shape[1]).double()
-    torch.testing.assert_close(fisher.to_dense(), flat.T @ flat / len(x))
-    torch.testing.assert_close(fisher @ v, fisher.to_dense() @ v)
 
 
 N, T = 4, 3

@@ -1,7 +1,5 @@
 """Outputs that are no tensor: a loss that takes them has exact per-sample gradients; matrices say what to return."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

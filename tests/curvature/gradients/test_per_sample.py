@@ -1,7 +1,5 @@
 """Per-sample gradients, norms and Gram matrices against loops of batch size one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

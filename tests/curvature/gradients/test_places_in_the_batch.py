@@ -1,7 +1,5 @@
 """Samples meet by their place in the batch or their number, by gates and masks in buffers, by adjacency matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +45,7 @@ BY_PLACE = {
     "the first of its expert": first_of_its_expert,
     "ranks": lambda m, x: m.b(m.a(x) * m.table[x[:, 0].argsort().argsort()]),
 }
-MATRICES = {
-    "gauss_newton": curvature.gauss_newton,
-    "hessian": curvature.hessian,
-    "fisher": curvature.fisher,
-}
+MATRICES = {"gauss_newton": curvature.gauss_newton, "hessian": curvature.hessian, "fisher": curvature.fisher}
 
 
 def prepared(name: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -60,31 +54,12 @@ def prepared(name: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(count, 4), torch.randint(3, (count,))
 
 
-def expected(model: nn.Module, x: Tensor, y: Tensor, is_hessian: bool) -> Tensor:
-    """Of the loss of the batch, by plain autograd."""
-    leaves = list(model.parameters())
-    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    output = model(x)
-    if is_hessian:
-        first = torch.autograd.grad(F.cross_entropy(output, y), leaves, create_graph=True, **options)
-        entries = [entry for g in first for entry in g.flatten()]
-    else:
-        entries = list(output.flatten())
-    rows = [torch.autograd.grad(e, leaves, **options) if e.requires_grad else map(torch.zeros_like, leaves)
-            for e in entries]  # fmt: skip
-    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    if is_hessian:
-        return J
-    loss = lambda flat: F.cross_entropy(flat.view_as(output), y)
-    return J.T @ torch.autograd.functional.hessian(loss, output.detach().flatten()) @ J
-
-
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("function", MATRICES)
 @pytest.mark.parametrize("name", BY_PLACE)
 def test_matrices_are_those_of_the_batch(name: str, function: str, count: int) -> None:
     model, x, y = prepared(name, count)
-    reference = expected(model, x, y, function == "hessian")
+    reference = brute_force.of_the_batch(model, ENTROPY, x, y)[function == "hessian"]
     found = MATRICES[function](model, ENTROPY, (x, y))
     v = torch.linspace(0, 1, found.space.size)
     torch.testing.assert_close(found.to_dense(), reference)

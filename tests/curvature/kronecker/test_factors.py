@@ -1,6 +1,4 @@
-"""Second moments of activations and backprops of every kind of layer, against the layer's own Jacobian."""
-
-from __future__ import annotations
+"""Second moments of activations and backprops of tables and tied weights; layers: test_kronecker_factors.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,139 +12,13 @@ from curvature.kronecker import factors
 from curvature.kronecker.factors import Affine, Product, Reading, Scheme
 from curvature.kronecker.statistics import divisor, merge_products
 from curvature.linalg import ByDevice
-from curvature.terms import ElementwiseProduct, OuterProduct
-from curvature.terms.contractions import gradients
+from curvature.terms import OuterProduct
 from support.cases.case import Raw
 from support.views import WEIGHTS, N, built, close, drawn, means, scheme_of, terms_of
 
 pytestmark = pytest.mark.fast
 
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
-
-
-# -- convolutions
-
-CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
-    "conv1d_groups": (lambda: nn.Conv1d(4, 6, 2, dilation=2, groups=2), (4, 6)),
-    "depthwise": (lambda: nn.Conv1d(3, 3, 2, groups=3, bias=False), (3, 4)),
-    "conv2d": (lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), (2, 3, 4)),
-    "conv2d_circular": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", stride=(1, 2)), (2, 3, 4)),
-    "conv3d": (lambda: nn.Conv3d(2, 4, (1, 2, 2), groups=2), (2, 2, 3, 3)),
-    "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (2, 4)),
-    "transposed1d_stride": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, output_padding=1, padding=1), (2, 3)),
-    "transposed1d_dilation": (lambda: nn.ConvTranspose1d(4, 6, 3, dilation=2, groups=2, padding=1), (4, 3)),
-    "transposed1d_cropped": (lambda: nn.ConvTranspose1d(2, 2, 2, stride=3, padding=3), (2, 5)),
-    "transposed1d_apart": (lambda: nn.ConvTranspose1d(2, 3, 2, stride=3, output_padding=2, bias=False), (2, 3)),
-    "transposed2d": (
-        lambda: nn.ConvTranspose2d(4, 2, (3, 2), stride=2, padding=(1, 0), output_padding=1, dilation=(2, 1), groups=2),
-        (4, 3, 2),
-    ),
-    "transposed3d": (lambda: nn.ConvTranspose3d(2, 4, (1, 2, 2), stride=(1, 2, 1), groups=2), (2, 2, 2, 2)),
-}
-each_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
-
-
-def positions(layer: Any) -> Tensor:
-    """Where the entry (g, o, i) of the grouped view is in the flattened weight."""
-    index, groups = torch.arange(layer.weight.numel()), layer.groups
-    if layer.transposed:
-        index = index.reshape(groups, layer.in_channels // groups, layer.out_channels // groups, -1).transpose(1, 2)
-    return index.reshape(groups, layer.out_channels // groups, -1)
-
-
-def convolution_view(layer: Any, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """a (N, t, g, i), the derivative of an output pixel by its weights, and b (N, t, g, o)."""
-    index = positions(layer)
-    rows = []
-    for sample in x:
-        run = lambda w, sample=sample: torch.func.functional_call(layer, {"weight": w}, sample[None])[0].flatten(1)
-        jacobian = torch.autograd.functional.jacobian(run, layer.weight.detach()).flatten(2)  # (channel, t, entry)
-        first = [jacobian[g * index.shape[1]][:, index[g, 0]] for g in range(len(index))]
-        rows.append(torch.stack(first, 1))
-    a = torch.stack(rows)
-    a = a if layer.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], 3)
-    return a, v.flatten(2).unflatten(1, (len(index), -1)).permute(0, 3, 1, 2)
-
-
-@each_sharing
-@each_convolution
-def test_convolutions(name: str, sharing: str, monkeypatch):
-    """Their places are the output's pixels, also of transposed ones; unfolded all at once or a sample at a time."""
-    make, shape = CONVOLUTIONS[name]
-    layer, x = built(make), drawn(N, *shape)
-    terms, biases, v = terms_of(layer, x)
-    assert biases["weight"] == (None if layer.bias is None else "bias")
-    scheme = scheme_of(layer, "weight", terms, biases["weight"], sharing)
-    a, b = convolution_view(layer, x, v)
-    moment, outputs = means(a, b, sharing)
-    for chunk in (1 << 24, 1):
-        monkeypatch.setattr(factors, "CHUNK_ELEMENTS", chunk)
-        total, number = scheme.activations(terms["weight"])
-        close(total / number, moment)
-    close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
-    (reading,) = scheme.readings(terms["weight"])
-    assert reading == Reading(False, False) and scheme.storage == ("dense", "dense")
-
-
-@each_convolution
-def test_the_view_of_a_convolution_is_its_gradient(name: str):
-    make, shape = CONVOLUTIONS[name]
-    layer, x = built(make), drawn(N, *shape)
-    terms, biases, v = terms_of(layer, x)
-    scheme = scheme_of(layer, "weight", terms, biases["weight"], "expand")
-    names = [name for name, _ in layer.named_parameters()]
-    expected = scheme.arrangement.to_matrices([gradients(terms[name]) for name in names])
-    a, b = convolution_view(layer, x, v)
-    close(torch.einsum("ntgo,ntgi->ngoi", b, a), expected)
-    for found, parameter in zip(scheme.arrangement.from_matrices(expected), names, strict=True):
-        close(found, gradients(terms[parameter]))
-
-
-# -- scale and shift of norm layers
-
-# layer, shape of a sample, first axis of the parameters
-NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "layer_norm": (lambda: nn.LayerNorm(4), (5, 4), 2),
-    "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 2)), (2, 3, 2), 2),
-    "layer_norm_whole": (lambda: nn.LayerNorm((3, 2)), (3, 2), 1),
-    "layer_norm_no_bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4), 2),
-    "rms_norm": (lambda: nn.RMSNorm(4), (2, 3, 4), 3),
-    "group_norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 2), 1),
-    "group_norm_vector": (lambda: nn.GroupNorm(2, 4), (4,), 1),
-    "instance_norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 4), 1),
-    "instance_norm_statistics": (
-        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(), (3, 2, 2), 1
-    ),
-    "batch_norm": (lambda: nn.BatchNorm1d(4).eval(), (4,), 1),
-    "batch_norm_2d": (lambda: nn.BatchNorm2d(3).eval(), (3, 2, 2), 1),
-}  # fmt: skip
-
-
-@each_sharing
-@pytest.mark.parametrize("name", NORMS)
-def test_norm_layers_have_factors_per_feature(name: str, sharing: str):
-    make, shape, first = NORMS[name]
-    layer, x = built(make), drawn(N, *shape)
-    terms, biases, v = terms_of(layer, x)
-    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
-    spread = lambda p: p.detach().reshape(*p.shape, *[1] * (x.ndim - first - p.ndim))
-    a = layer(x).detach()
-    a = (a if bias is None else a - spread(bias)) / spread(weight)
-    axes, last = tuple(range(first, first + weight.ndim)), tuple(range(-weight.ndim, 0))
-    a, b = (t.movedim(axes, last).reshape(N, -1, weight.numel(), 1) for t in (a, v))
-    a = a if bias is None else torch.cat([a, torch.ones_like(a)], 3)
-    scheme = scheme_of(layer, "weight", terms, biases["weight"], sharing)
-    assert biases["weight"] == (None if bias is None else "bias") and isinstance(terms["weight"][0], ElementwiseProduct)
-    total, number = scheme.activations(terms["weight"])
-    moment, outputs = means(a, b, sharing)
-    close(total / number, moment)
-    close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
-    (found,) = terms["weight"][0].samples(slice(1, 3)).samples(slice(1, 2)).activations()
-    close(found[1], a[2:3, ..., :1])
-    names = ["weight"] if bias is None else ["weight", "bias"]
-    expected = torch.einsum("ntgo,ntgi->ngoi", b, a)
-    close(scheme.arrangement.to_matrices([gradients(terms[k]) for k in names]), expected)
 
 
 # -- tables

@@ -1,7 +1,5 @@
 """Forms of storage: one that is a class and nothing else; sides kept as triangles, the same in less memory."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

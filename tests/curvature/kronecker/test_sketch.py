@@ -1,7 +1,5 @@
 """Inverses of Kronecker products, and sides too large to write down, against dense matrices and what they stand for."""
 
-from __future__ import annotations
-
 import io
 import statistics
 from typing import Any
@@ -12,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.kronecker import EigenInverse, KroneckerInverse, Product
-from curvature.kronecker.applied import DenseMatrix
+from curvature.kronecker import KroneckerInverse, Product
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.kronecker.sides import (
     MAX_SKETCH_ROWS,
@@ -264,16 +261,6 @@ def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
     zero = torch.zeros(1, 3, 3)
     found = fresh([(zero, torch.eye(4)[None])])[0](torch.zeros(1, 3, 4))
     assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
-
-
-def test_in_a_basis():
-    values = torch.arange(1.0, 7.0).reshape(1, 2, 3)
-    left, right = torch.linalg.qr(torch.randn(1, 2, 2))[0], torch.linalg.qr(torch.randn(1, 3, 3))[0]
-    x = torch.ones(1, 2, 3)
-    expected = (
-        torch.kron(left[0], right[0]) @ torch.diag(values.flatten()) @ torch.kron(left[0], right[0]).T @ x.flatten()
-    )
-    torch.testing.assert_close(EigenInverse(DenseMatrix(left), DenseMatrix(right), values)(x).flatten(), expected)
 
 
 def test_singular_factors_without_damping():

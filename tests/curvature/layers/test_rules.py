@@ -1,7 +1,5 @@
 """One case for each layer rule, computed by the rule and by a loop of batch size one; the catalogue has all options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

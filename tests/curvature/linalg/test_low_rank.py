@@ -1,7 +1,5 @@
 """Inverses by the largest eigenvalues against those by all of them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

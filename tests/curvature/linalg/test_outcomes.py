@@ -1,7 +1,5 @@
 """Decompositions by the ladder, flags and numbers that come to the host together, and failures that are counted."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Full precision: torch's settings of both kinds inside it, and that they are afterwards what they were."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Losses in which a sample counts by the others of its batch or its place: they are refused, or right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Second derivatives of bags of embeddings, of which torch's kernel has none, against sums of rows written out."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of one sample, wherever they are in the data, and batches in which no term of the loss counts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

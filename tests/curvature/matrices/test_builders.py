@@ -1,7 +1,5 @@
 """Whole matrices and their diagonals against brute force, and how they depend on batches, seeds and arguments."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Diagonals and blocks over the catalogue, random injections within their errors, and memory that stays bounded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters without entries (a layer without inputs, a placeholder) change no number anywhere."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

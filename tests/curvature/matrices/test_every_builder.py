@@ -1,7 +1,5 @@
 """Every builder and injection on one small network, against brute force, and in low precision."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

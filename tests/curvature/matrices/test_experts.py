@@ -1,7 +1,5 @@
 """Experts on stacked weights (E, i, o): per-sample gradients by rule, and one pair of factors for each expert."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

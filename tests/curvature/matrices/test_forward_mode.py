@@ -1,7 +1,5 @@
 """Ways to compute the same faster: ``J v`` with dual numbers where that is right, and vectors in smaller chunks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -37,22 +35,6 @@ class WrongJvp(WithoutJvp):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_forward(x)
         return WithoutJvp.forward(ctx, x)
-
-
-def squared(square: type[WithoutJvp]) -> nn.Module:
-    return Raw(lambda m, x: m.b(square.apply(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
-
-
-@pytest.mark.parametrize("square", [WithoutJvp, WrongJvp])
-def test_one_column_needs_no_forward_derivative(square: type[WithoutJvp]) -> None:
-    with seeded(0):
-        model, x = squared(square).double(), torch.randn(5, 3, dtype=torch.float64)
-    y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss()
-    operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
-    v = operator.space.normal(1)[:, 0]
-    expected = oracle.Matrices(model, loss, (x, y)).gauss_newton @ v
-    for _ in range(2):
-        torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
 
 
 def convolution() -> nn.Module:

@@ -1,7 +1,5 @@
 """`curvature.kept`: products that share the graphs of the first one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

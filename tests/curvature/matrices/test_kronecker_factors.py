@@ -1,7 +1,5 @@
 """Kronecker factors of every layer against brute force, where they are exact, and what stands in for them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature.kronecker import factors
 from support.cases.case import Case, Raw, floats, indices, seeded
 from support.cases.matrices import batch_of, batches, deep_linear, extra, reference, shared_reference, small
 from support.combinations import member
@@ -41,6 +40,7 @@ ELSEWHERE = {
 }
 OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELSEWHERE]
 CASES = [*LAYERS, *OTHERS, *extra()]
+FAST = {"conv1d_groups", "conv_transpose1d_mixed", "layer_norm_places", "group_norm_places"}
 name_of = lambda case: case.id
 sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
@@ -52,15 +52,18 @@ def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer
 
 
 def test_cases_named_are_all_there():
-    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED) - {case.id for case in CASES}
+    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED | FAST) - {case.id for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_factors_of_every_layer(case: Case):
-    """And eigenvalues that are exact in the basis of the factors."""
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.fast] * (case.id in FAST)) for case in CASES]
+)
+def test_factors_of_every_layer(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """Of one sample at a time; and eigenvalues that are exact in the basis of the factors, of all at once."""
     model, loss, data, layers = prepared(case)
     for sharing in ("expand", "reduce"):
-        with member(sharing):
+        with member(sharing), monkeypatch.context() as patch:
+            patch.setattr(factors, "CHUNK_ELEMENTS", 1)
             with unchanged(model, data):
                 found = curvature.kfac(model, loss, data, sharing=sharing)
             matches(found.to_dense(), kronecker(layers, sharing))
@@ -156,17 +159,6 @@ def test_exact_with_a_term_for_every_place_or_where_places_are_averaged(sharing:
         matches(curvature.kfac(model, loss, some, sharing=sharing).to_dense(), expected)
     found = curvature.kfac(model, loss, data, sharing=other).to_dense()
     assert (found - expected).norm() > 0.1 * expected.norm()
-
-
-@sharings
-@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
-def test_one_sample_with_one_place_is_exact(builder: str, sharing: str):
-    with seeded(0):
-        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1), nn.Tanh(), nn.Flatten()]
-        model = nn.Sequential(*layers, nn.Linear(3, 4)).double()
-        data = floats(3)(1).double(), indices(4)(1)
-    expected = exact_blocks(oracle.Matrices(model, nn.CrossEntropyLoss(), data))
-    matches(getattr(curvature, builder)(model, nn.CrossEntropyLoss(), data, sharing=sharing).to_dense(), expected)
 
 
 def test_rows_that_are_never_read_are_zero():
@@ -324,13 +316,6 @@ def test_layers_without_factors_have_their_exact_block(case: Case):
             if not names[0].startswith(tuple(factored_inverses)):
                 index = torch.cat([oracle.positions(model)[name].flatten() for name in names])
                 matches(block.to_dense(), of.fisher[index[:, None], index])
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
-@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
-def test_operator(case: Case, builder: str):
-    model, loss = case.build()
-    check_operator(model, getattr(curvature, builder)(model, loss, case.batch(model)))
 
 
 @pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_blocks"])

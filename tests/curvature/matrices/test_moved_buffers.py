@@ -1,7 +1,5 @@
 """Models whose buffers move in each forward pass: every pass of ours begins from the buffers that there are."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
+from support.rows import all_of_rows, real, rows_of
 
 pytestmark = pytest.mark.fast
 LOSS = nn.MSELoss()
@@ -38,6 +37,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "before a norm": lambda: nn.Sequential(moving(after=False), nn.Tanh(), *norm()),
     "after a norm": lambda: nn.Sequential(moving(after=True), nn.Tanh(), *norm()),
     "spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), *norm()),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.utils.spectral_norm(nn.Conv1d(1, 4, 3)), nn.Flatten(), nn.Tanh(), nn.Linear(4, 4)
+    ),
     "parametrization": lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 4)
     ),
@@ -76,6 +78,21 @@ def test_every_product_is_of_the_same_matrix(
             torch.testing.assert_close(operator @ V, matrix @ V)
     torch.testing.assert_close(operator.to_dense(), matrix)
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_and_what_is_made_of_them(name: str) -> None:
+    model, x, y = problem(name)
+    before, rows = copy.deepcopy(model.state_dict()), []
+    for n in range(len(x)):
+        rows.append(rows_of(model, [LOSS(model(x[n : n + 1]), y[n : n + 1])]))
+        model.load_state_dict(before)
+    expected = {key: torch.cat([own[key] for own in rows]) for key in rows[0]}
+    all_of_rows(model, LOSS, x, y, expected)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    fisher, flat = curvature.empirical_fisher(model, LOSS, (x, y)), real(expected)
+    torch.testing.assert_close(fisher.to_dense(), flat.T @ flat / len(x))
+    torch.testing.assert_close(fisher @ flat[0], flat.T @ (flat @ flat[0]) / len(x))
 
 
 @pytest.mark.parametrize("by_vmap", [True, False])

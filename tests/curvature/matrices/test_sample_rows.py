@@ -1,7 +1,5 @@
 """Matrices by the rows of their samples, against brute force; when a matrix is held so, and when it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

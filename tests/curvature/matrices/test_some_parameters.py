@@ -1,7 +1,5 @@
 """`parameters=`: matrices and per-sample quantities of some parameters, against the brute force of all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

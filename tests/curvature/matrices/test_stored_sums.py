@@ -1,7 +1,5 @@
 """Matrices whose sums are in files: interrupted passes, data in several parts, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,16 +132,6 @@ def test_data_in_parts(builder: str, loss: Any, tmp_path: Path) -> None:
     for path, part in zip(paths, parts, strict=True):
         build(builder, model, loss, part, store=path, **options)
     matches(curvature.combine(iter(paths)).to_dense(), whole, 1e-10)
-
-
-def test_a_sum_of_kronecker_products_is_no_kronecker_product() -> None:
-    """``K1 + K2`` is the sum of two matrices, and not the factors of all data."""
-    model, x, y = problem()
-    both = [curvature.kfac(model, SUM, part) for part in ((x[:5], y[:5]), (x[5:], y[5:]))]
-    found = both[0] + both[1]
-    matches(found.to_dense(), both[0].to_dense() + both[1].to_dense(), 1e-12)
-    whole = curvature.kfac(model, SUM, (x, y)).to_dense()
-    assert (found.to_dense() - whole).norm() > 1e-4 * whole.norm()
 
 
 def stored(path: Path, **options: Any) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 import curvature
 from support.cases.case import Raw
+from support.oracles.brute_force import of_the_batch
 
 N, DOUBLE = 6, torch.float64
 WEIGHT = torch.tensor([1.0, 5.0, 0.2], dtype=DOUBLE)
@@ -57,18 +58,6 @@ def built(make):
     return make().double()
 
 
-def truth(model, loss, y):
-    """(J^T H J, the Hessian), of the loss of all samples as one batch, by torch.func."""
-    named = {k: p.detach() for k, p in model.named_parameters()}
-    sizes = [p.numel() for p in named.values()]
-    unflat = lambda v: {k: t.view_as(p) for (k, p), t in zip(named.items(), v.split(sizes), strict=True)}
-    run = lambda v: torch.func.functional_call(model, unflat(v), (X,))
-    flat = torch.cat([p.flatten() for p in named.values()])
-    J, output = torch.func.jacrev(run)(flat).flatten(0, -2), run(flat)
-    H = torch.func.hessian(lambda o: loss(o, y))(output).reshape(output.numel(), -1)
-    return J.T @ H @ J, torch.autograd.functional.hessian(lambda v: loss(run(v), y), flat)
-
-
 def assert_all_forms(operator, expected):
     close = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-10)
     eye, v = torch.eye(len(expected), dtype=DOUBLE), drawn(len(expected))
@@ -89,7 +78,7 @@ def cut(y, some):
 @pytest.mark.parametrize("name", SUMS)
 def test_losses_of_the_users_own(name, model, sizes):
     (loss, y), model = SUMS[name], built(MODELS[model])
-    G, H = truth(model, loss, y)
+    G, H = of_the_batch(model, loss, X, y)
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     data = [(X[b - a : b], cut(y, slice(b - a, b))) for a, b in zip(sizes, ends, strict=True)]
     assert_all_forms(curvature.gauss_newton(model, loss, data), G)
@@ -107,7 +96,7 @@ def test_losses_of_the_users_own(name, model, sizes):
 @pytest.mark.parametrize("name", MEETING)
 def test_losses_in_which_samples_meet(name, model):
     (loss, y), model = MEETING[name], built(MODELS[model])
-    G, H = truth(model, loss, y)
+    G, H = of_the_batch(model, loss, X, y)
     assert_all_forms(curvature.gauss_newton(model, loss, (X, y)), G)
     assert_all_forms(curvature.hessian(model, loss, (X, y)), H)
     for builder in (curvature.fisher, curvature.empirical_fisher):
@@ -128,7 +117,7 @@ def test_losses_in_which_samples_meet(name, model):
 @pytest.mark.parametrize("name", MIXING)
 def test_models_in_which_samples_meet(name, loss):
     model = built(MIXING[name])
-    G, H = truth(model, loss, LABELS)
+    G, H = of_the_batch(model, loss, X, LABELS)
     data = (X, LABELS)
     assert_all_forms(curvature.gauss_newton(model, loss, data), G)
     assert_all_forms(curvature.fisher(model, loss, data), G)

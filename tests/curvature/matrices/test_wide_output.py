@@ -1,7 +1,5 @@
 """Exact diagonals behind a wide last layer: as exact as by all columns, by fewer vectors, and only where that is so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

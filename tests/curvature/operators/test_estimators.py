@@ -1,7 +1,5 @@
 """What products alone tell of a matrix, against dense linear algebra: exact where theory says so, or within errors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

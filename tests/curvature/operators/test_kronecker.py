@@ -1,7 +1,5 @@
 """What only Kronecker-factored matrices have; their algebra is in test_operators.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,11 +10,6 @@ from support.structures import ARRANGEMENTS, Source, blocks, eigen, kronecker
 pytestmark = pytest.mark.fast
 
 D = 0.3
-
-
-def test_kron_of_a_plain_matrix(device):
-    op, _ = kronecker(ARRANGEMENTS["matrix"])(Source(device))
-    torch.testing.assert_close(op.to_dense(), torch.kron(op.B[0], op.A[0]))
 
 
 def test_bias_is_the_last_input(device):

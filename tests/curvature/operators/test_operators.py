@@ -1,7 +1,5 @@
 """Every fast way of every structure against torch's dense linear algebra, and the forms, errors and files of all."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

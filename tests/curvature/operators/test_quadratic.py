@@ -1,7 +1,5 @@
 """Quadratic penalties and merged parameters against dense linear algebra, for every structure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

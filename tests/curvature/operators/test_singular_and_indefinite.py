@@ -1,7 +1,5 @@
 """Singular and indefinite matrices are refused, and damping advised; large ones are known by their products."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

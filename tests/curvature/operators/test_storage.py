@@ -1,7 +1,5 @@
 """Matrices in other precisions, and in files that are mapped into memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

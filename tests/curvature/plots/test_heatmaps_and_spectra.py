@@ -1,7 +1,5 @@
 """What the pictures show are the numbers of the matrices; they draw where they are told to and change nothing else."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

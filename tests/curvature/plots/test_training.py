@@ -1,7 +1,5 @@
 """The picture of a run shows the numbers of its history, and only what is known of it."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Factors that are cut into diagonal blocks: whole factors with the rest set to zero, entry by entry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

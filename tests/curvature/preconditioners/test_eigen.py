@@ -1,7 +1,5 @@
 """Running curvature in the eigenbasis of Kronecker factors, against dense matrices of samples one by one."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Kronecker factors and diagonals against their definitions, and what is solved with them against dense matrices."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

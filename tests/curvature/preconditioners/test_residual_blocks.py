@@ -1,7 +1,5 @@
 """Sums of Kronecker products, and the blocks of ``J^T J``, against loops of batch size one and dense algebra."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A weight of which ranges of rows are read apart, as in cross attention: a Kronecker product for each range."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

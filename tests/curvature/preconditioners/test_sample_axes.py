@@ -1,7 +1,5 @@
 """What layers do to the outputs together, per sample, wherever a layer has its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks of one layout are measured and solved as a stack: what comes out is that of each block alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Backprops in portions are those of one backward pass, each parameter once; curvature measured of them is the same."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

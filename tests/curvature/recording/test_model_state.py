@@ -1,7 +1,5 @@
 """Buffers that come back, contexts that end, functions of parameters as modules, dicts that are one argument."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -93,14 +91,6 @@ def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
         assert stance() == "force_eager"
         contexts[k].__exit__(None, None, None)
     assert stance() == "default" and checkpoint.CheckpointFunction is function
-
-
-def test_a_context_within_another() -> None:
-    with force_eager(nonreentrant=True):
-        with force_eager(nonreentrant=True):
-            assert stance() == "force_eager"
-        assert stance() == "force_eager"
-    assert stance() == "default"
 
 
 def test_the_stance_of_the_user_stays() -> None:

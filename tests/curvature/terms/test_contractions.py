@@ -1,7 +1,5 @@
 """Gradients, norms, Gram matrices and sums of products of every kind of term, against plain sums over places."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -238,6 +236,9 @@ def test_norms_and_gram(family: str, device, monkeypatch):
         with member(f"Gram matrix in chunks of {chunk}"), monkeypatch.context() as patch:
             patch.setattr(contractions, "CACHED_CHUNK_ELEMENTS", chunk)
             assert_equal(gram(terms), flat @ flat.T)
+    with member("inner products of two sets of samples"):
+        left, right = ([term.samples(part) for term in terms] for part in (slice(0, 3), slice(3, N)))
+        assert_equal(contractions.cross_gram(left, right), flat[:3] @ flat[3:].T)
 
 
 @each_family
@@ -391,17 +392,6 @@ def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> Non
     assert joined(whole.unbind()).data_ptr() == whole.data_ptr()
     for parts in (whole.unbind()[::-1], whole.unbind()[::2], whole.mT.unbind(), [whole[0], whole[2], whole[1]]):
         torch.testing.assert_close(joined(parts), torch.cat(list(parts)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("make", [lambda: outer(1, 40, 30), lambda: outer(3, 40, 30), lambda: table(2, 50, 40)])
-def test_inner_products_of_two_sets_of_samples(make: Callable[[], Built]) -> None:
-    """By pairs of places, which are cheaper than the gradients."""
-    term, rows = make()
-    flat = rows.reshape(N, -1)
-    left, right = [term.samples(slice(0, 3))], [term.samples(slice(3, N))]
-    found = contractions.cross_gram(left, right)
-    torch.testing.assert_close(found, flat[:3] @ flat[3:].T)
-    torch.testing.assert_close(contractions.cross_gram(right, left), found.T)
 
 
 SIZES = (2, 3, 4)  # g, o, i

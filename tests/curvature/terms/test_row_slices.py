@@ -1,7 +1,5 @@
 """Parameters that are cut into rows before they are read, and biases that belong to a weight or do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a case of the catalogue is: a model, its input, a loss and a target, all drawn from a seed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The catalogue: every case by its id. What a case is says case.py."""
 
-from __future__ import annotations
-
 from support.cases import layers, losses, models, raw, refused, sequences, shared
 from support.cases.case import Case
 

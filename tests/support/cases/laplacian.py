@@ -1,7 +1,5 @@
 """Models whose Laplacian is tested, and what compares it with the oracle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Layers without memory: linear, convolution, embedding, normalisation, PReLU, each with its options."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

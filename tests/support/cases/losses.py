@@ -1,7 +1,5 @@
 """Every torch loss with a reduction, its weights and options, and callables, on an MLP and on a convolution net."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The cases of the catalogue that matrices are checked on, and some that it has no place for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any

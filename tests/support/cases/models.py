@@ -1,7 +1,5 @@
 """Whole models, small: the shapes of network that people train."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters read by plain torch functions: added, multiplied, concatenated, expanded, contracted, without any rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

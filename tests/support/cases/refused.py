@@ -1,7 +1,5 @@
 """Models without per-sample gradients, and models so unusual that an exception is as good as the right rows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

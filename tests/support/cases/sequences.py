@@ -1,7 +1,5 @@
 """Layers over sequences: recurrent modules and cells, attention, Transformer modules."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

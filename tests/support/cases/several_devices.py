@@ -1,7 +1,5 @@
 """Models whose layers are on two devices; both may be the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters that are transformed, shared, frozen, recomputed or hidden before they reach a layer."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs functions on several processes of torch.distributed (gloo), all in one start of these."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import traceback

@@ -1,7 +1,5 @@
 """Runs of training on several processes that end where a run on one with the whole batch does."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Functions of the user's. Of a sine torch loses the second derivative; `Sine` says so, if its gradient has a graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

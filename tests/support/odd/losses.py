@@ -1,7 +1,5 @@
 """Models that return their loss, or nothing, or much; losses of something else than the output."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Models with unusual inputs, layers, types and passes."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Models whose parameters meet no data, or meet it in unusual ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

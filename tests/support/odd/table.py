@@ -3,8 +3,6 @@
 A model is entered with the function that computes the loss of one step, which is all that a training loop knows of it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention written out: one score for each pair of tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ output is differentiated entry by entry, and the sample's own loss twice; how th
 is read off that loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -272,6 +270,15 @@ class Matrices:
             return (self.weights * torch.stack(own))[self.weights != 0].sum()
         x, y = (joined(parts) for parts in zip(*self.samples, strict=True))
         return loss(forward(self.model, x), y)
+
+
+def of_the_batch(model: nn.Module, loss: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """The Gauss-Newton matrix and the Hessian of the loss of all samples as one batch, in which they may meet."""
+    flat = torch.cat([p.detach().flatten() for p in trainable(model).values()])
+    run = lambda v: torch.func.functional_call(model, split(model, v), (x,))
+    J, output = torch.autograd.functional.jacobian(run, flat).flatten(0, -2), run(flat)
+    H = torch.autograd.functional.hessian(lambda o: loss(o, y), output).reshape(output.numel(), -1)
+    return J.T @ H @ J, torch.autograd.functional.hessian(lambda v: loss(run(v), y), flat)
 
 
 def split(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Optimal brain surgeon with a dense matrix, one weight at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Brute-force references for losses that differentiate the model; nothing of the packages under test is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Brute-force references for matrices that are diagonal in a basis of Kronecker products, one matrix for each group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Influence scores from loops over samples, a dense matrix and its inverse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ a[t, g] is the gradient of any z[t, g, o] with respect to row (g, o) of the para
 the output, in the direction sent back, with respect to z[t, g, o]. Nothing here knows how a layer unfolds its input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

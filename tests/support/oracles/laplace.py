@@ -1,7 +1,5 @@
 """Laplace posteriors by dense inverses and determinants, and Bayesian linear regression by its textbook formulas."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Brute-force reference for values, gradients and Laplacians; nothing of the packages under test is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch

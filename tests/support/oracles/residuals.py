@@ -4,8 +4,6 @@ The residual of a sample is its Laplacian plus a source ("interior") or its valu
 value, the d derivatives and the Laplacian of a sample by its weight, and adds its bias to the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

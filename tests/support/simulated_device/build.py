@@ -1,7 +1,5 @@
 """The compiled kernels of the simulated device: one call of the C++ compiler, kept beside torch's other extensions."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Influence scores against dense inverses and loops over samples, and against training without a sample."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,9 +117,7 @@ def read(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
 @pytest.mark.parametrize("length", [2, 7])
-def test_scores_in_eigenbases_are_those_of_the_parameters(
-    build: Callable[..., curvature.Operator], length: int
-) -> None:
+def test_scores_in_eigenbases_are_those_of_the_parameters(build: Callable[..., curvature.Operator], length: int):
     with seeded(0):
         layers = {"embed": nn.Embedding(5, 4), "mix": nn.Linear(4, 4), "plain": nn.Linear(4, 6, bias=False)}
         layers |= {"grouped": nn.Conv1d(6, 4, 1, groups=2), "out": nn.Linear(3, 3)}

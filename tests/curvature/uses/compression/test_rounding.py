@@ -1,7 +1,5 @@
 """Rounded and pruned parameters against the surgeon's updates on the dense matrix, one weight at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Posteriors, influence, saliencies and merging in single precision, of nets that KFAC has trained."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from statistics import median
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC
 from support.cases.case import seeded
+from support.comparisons import check_operator
 from support.training import ORDERS, order_seed, train
 
 pytestmark = [pytest.mark.fast, pytest.mark.training_run]
@@ -86,18 +85,7 @@ def test_dense_posteriors_keep_the_digits_of_their_rows(hidden: tuple[int, ...])
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
 def test_precision_is_one_matrix_in_all_its_forms(structure: str, prior: Any) -> None:
     model, data = in_double(*trained((6,)))
-    precision = curvature.laplace(model, LOSS, data, structure, prior=prior, noise=0.5).precision
-    dense, eye = precision.to_dense(), torch.eye(precision.space.size, dtype=torch.float64)
-    for found, expected in (
-        (precision @ eye, dense),
-        (precision.diagonal(), dense.diagonal()),
-        (precision.trace(), dense.trace()),
-        (precision.eigenvalues(), torch.linalg.eigvalsh(dense)),
-        *((precision.solve(eye, d), (dense + d * eye).inverse()) for d in (0.0, 0.4)),
-        *((precision.inverse(d).to_dense(), (dense + d * eye).inverse()) for d in (0.0, 0.4)),
-        *((precision.logdet(d), torch.logdet(dense + d * eye)) for d in (0.0, 0.4)),
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    check_operator(model, curvature.laplace(model, LOSS, data, structure, prior=prior, noise=0.5).precision)
 
 
 def test_a_prior_below_rounding_is_refused_and_the_one_that_the_message_names_works() -> None:

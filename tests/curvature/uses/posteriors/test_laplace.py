@@ -1,7 +1,5 @@
 """Laplace posteriors against dense inverses, determinants and Jacobians of one sample at a time."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Projections against explicit matrices times the gradients of samples that run alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of projections: what is in them, going on after an interruption, and what they are not gone on with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
