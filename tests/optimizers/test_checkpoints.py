@@ -347,3 +347,17 @@ def test_states_of_other_optimizers(there: str):
         with pytest.raises(ValueError, match="state_dict: of an optimizer with (curvature|layerwise|adaptive|sharing)"):
             other.load_state_dict(state)
         assert other.steps == 0 and not other.store.blocks
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "woodbury"])
+def test_states_of_another_model(name: str):
+    model, opt = made(name)
+    train(name, model, opt, 1)
+    deeper = nn.Sequential(*network(), nn.Linear(3, 3)).to(X.device)
+    shapes = r"0\.weight has shape \[5, 4\] there and \[7, 4\] here"
+    for other, text in ((network(7), shapes), (deeper, r"4\.weight .*nowhere")):
+        twin = made(name, other)[1]
+        before = str(twin.state_dict())
+        with pytest.raises(ValueError, match=text):
+            twin.load_state_dict(opt.state_dict())
+        assert str(twin.state_dict()) == before

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import resource
 import weakref
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import support.odd.parameters  # noqa: F401
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
 from support.odd.table import ODD
-from support.training import assert_same, copied, task, train
+from support.training import task, train
 
 MADE: dict[str, Callable[[nn.Module], KFAC]] = {
     "kfac": KFAC, "ekfac": EKFAC, "natural": NaturalGradient,
@@ -109,22 +107,6 @@ def test_deleting_the_optimizer_frees_what_it_held(name: str):
     gc.collect()
     assert not [ref for ref in held if ref() is not None]
     assert not model._forward_hooks and not model._forward_pre_hooks
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_the_model_is_copied_and_pickled_with_an_optimizer_attached(name: str):
-    model, loss, x, y = task("mlp", n=16)
-    opt = MADE[name](model)
-    train(model, opt, loss, x, y, 3)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert_same(copied(other), copied(model))
-        steps = opt.steps
-        loss(other(x), y).backward()  # is not the optimizer's
-        assert opt.steps == steps
-        train(other, KFAC(other), loss, x, y, 2)
 
 
 CALLS: dict[str, Callable[[nn.Module, Tensor, Tensor], object]] = {

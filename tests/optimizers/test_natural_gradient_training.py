@@ -20,7 +20,7 @@ from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.habits import flat
 from support.oracles import brute_force as oracle
-from support.training import ORDERS, closure_of, digits, epochs, mlp
+from support.training import ORDERS, backward, closure_of, digits, epochs, mlp
 
 pytestmark = pytest.mark.fast
 
@@ -77,12 +77,10 @@ def started(model: nn.Module, **options: Any) -> NaturalGradient:
     return NaturalGradient(model, **{"damping": DAMPING, "loss": ENTROPY, **options})
 
 
-def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = ENTROPY, parts: int = 1) -> Tensor:
-    """One step of a training loop, of the mean over parts of the batch; the direction that it took, of length one."""
+def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = ENTROPY) -> Tensor:
+    """One step of a training loop; the direction that it took, of length one."""
     before = flat(model)
-    opt.zero_grad()
-    for own, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        (loss(model(own), labels) / parts).backward()
+    backward(model, opt, loss, x, y)
     opt.step()
     moved = flat(model) - before
     return moved / moved.norm()
@@ -196,13 +194,6 @@ def test_a_sum_has_the_curvature_of_a_sum():
     loss = nn.CrossEntropyLoss(reduction="sum")
     matrix = oracle.Matrices(model, loss, (x, y)).fisher
     assert_natural(train(started(model, loss=loss), model, x, y, loss), model, matrix)
-
-
-@pytest.mark.parametrize("inject", ["exact", "empirical"])
-def test_accumulated_batches_are_one(inject: str):
-    model, x, y = case("perceptron")
-    matrix = fisher_of(model, INJECTIONS[inject], x, y)
-    assert_natural(train(started(model, inject=INJECTIONS[inject]), model, x, y, parts=2), model, matrix)
 
 
 def test_batch_norm():
