@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import curvature
 from support.habits import (
     EXACT,
     MAKERS,
@@ -66,7 +67,6 @@ def split(opt: torch.optim.Optimizer, **options: float) -> None:
 
 @without_closure
 def test_much_damping_of_a_group_leaves_its_gradients_direction(make: Make) -> None:
-    """Much of it leaves the gradient's own direction; all parameters together can have one only."""
     model = net().double()
     opt, before = make(model), copied(model)
     split(opt, damping=1e6)
@@ -125,7 +125,6 @@ def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make)
 
 @every_optimizer
 def test_parameters_whose_name_changes_are_trained_on(make: Make) -> None:
-    """As by pruning: the parameter is the same, its name another."""
     model, opt = started(make)
     train(model, opt, 2)
     prune.l1_unstructured(model[0], "weight", 0.5)
@@ -215,7 +214,6 @@ def test_a_step_without_any_gradient_is_none(make: Make) -> None:
 
 @every_optimizer
 def test_averaged_models_are_left_alone(make: Make) -> None:
-    """A copy of the model is none of the optimizer's business, with gradients or without."""
     model = net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     opt = make(model)
@@ -258,15 +256,16 @@ def test_copies_and_pickles_go_on_alike(make: Make) -> None:
 
 @every_optimizer
 def test_a_model_that_is_copied_or_pickled_alone_is_a_plain_model(make: Make) -> None:
-    model, opt = started(make)
-    train(model, opt, 1)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same(again, model)
-        F.cross_entropy(again(X), Y).backward()
-        train(again, make(again), 2)
-    opt.zero_grad()
-    train(model, opt, 2)
-    assert_same(model, reference(make))
+    for options in ({}, {"inject": curvature.empirical()}):
+        model, opt = started(make, **options)
+        train(model, opt, 1)
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert_same(again, model)
+            F.cross_entropy(again(X), Y).backward()
+            train(again, make(again), 2)
+        opt.zero_grad()
+        train(model, opt, 2)
+        assert_same(model, reference(make, **options))
 
 
 @every_optimizer
@@ -295,7 +294,6 @@ class Interrupted(nn.Tanh):
 
 @without_closure
 def test_an_interrupted_forward_pass_leaves_no_trace(make: Make) -> None:
-    """In the middle of a forward pass: the next batch is as if there had been none."""
     inner = Interrupted()
     model = net(inner=inner)
     opt = make(model)
@@ -330,7 +328,6 @@ def test_training_in_another_thread_is_the_same(make: Make) -> None:
 
 @without_closure
 def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
-    """SGD for a part, whose parameters are taken out of the groups."""
     model, opt = started(make)
     opt.param_groups[0]["params"] = opt.param_groups[0]["params"][2:]
     sgd = torch.optim.SGD(model[0].parameters(), lr=0.0)
@@ -349,7 +346,6 @@ def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
 
 @without_closure
 def test_weights_may_be_loaded_between_steps(make: Make) -> None:
-    """`load_state_dict` of the model: training goes on from there."""
     model, opt = started(make, **EXACT)
     start = copy.deepcopy(model.state_dict())
     train(model, opt, 2)
