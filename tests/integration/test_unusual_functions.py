@@ -51,11 +51,8 @@ def test_products_through_functions_that_cannot_be_differentiated_twice(function
     )
     x, y, loss = torch.randn(6, 4), torch.randint(3, (6,)), ENTROPY
     if name == "in sequences":
-        model, y = (
-            Raw(lambda m, x: m.b(function.apply(m.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3)),
-            torch.rand(6, 2, 3),
-        )
-        x, loss = torch.randn(6, 2, 4), nn.BCEWithLogitsLoss()
+        model = Raw(lambda m, x: m.b(function.apply(m.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+        x, y, loss = torch.randn(6, 2, 4), torch.rand(6, 2, 3), nn.BCEWithLogitsLoss()
     G, J, V = products_are_right(model, loss, x, y)
     directions = [G.space.split(v) for v in V.T]
     few = [{"b.weight": G.space.split(V[:, 0])["b.weight"]}]

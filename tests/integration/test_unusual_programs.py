@@ -24,17 +24,6 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
 
 
-def test_samples_that_meet_in_the_loss_of_a_tuple_are_refused() -> None:
-    """Of a pair of embeddings: a sample alone has no gradient under a contrastive loss."""
-    both = lambda m, x: (F.normalize(m.a(x), dim=1), F.normalize(m.b(x), dim=1))
-    model = Raw(both, a=nn.Linear(4, 3), b=nn.Linear(4, 3))
-    x, contrast = torch.randn(5, 4), lambda o, y: F.cross_entropy(o[0] @ o[1].T / 0.1, torch.arange(len(o[0])))
-    with pytest.raises(ValueError, match="no weighted sum of the losses of its samples"):
-        curvature.per_sample_norms(model, contrast, x, torch.zeros(5))
-    apart = lambda o, y: (1 - (o[0] * o[1]).sum(1)).mean()
-    right_rows(model, apart, x, torch.zeros(5))
-
-
 def heads(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return m.a(x), m.b(x).exp()
 
@@ -44,6 +33,7 @@ def nll(o: Any, y: Any) -> Tensor:
     return (o[1].log() + (o[0] - y).square() / o[1]).sum(1)
 
 
+unit = lambda z: F.normalize(z, dim=1)
 CONTAINERS = {  # how a pair is packed, and how it is unpacked
     "tuple": (lambda o: o, lambda o: o),
     "list": (list, lambda o: o),
@@ -56,6 +46,8 @@ MEETING = {
     "logarithm of a mean": lambda o, y: (o[0] - y).square().mean().log(),
     "a head in the scale of another": lambda o, y: (o[0] - y).square().sum() / o[1].detach().sum(),
     "each head with its own": lambda o, y: (o[0] - y).square().mean().sqrt() + o[1].mean(),
+    # of a pair of embeddings: a sample alone has no gradient under it
+    "contrastive": lambda o, y: F.cross_entropy(unit(o[0]) @ unit(o[1]).T / 0.1, torch.arange(len(o[0]))),
     "means in one, sums in the other": lambda o, y: (o[0] - y).square().mean() + o[1].square().sum(),
 }
 APART = {
@@ -63,6 +55,7 @@ APART = {
     "sum": lambda o, y: nll(o, y).sum(),
     "weighted": lambda o, y: (nll(o, y) * (y[:, 0] > 0)).sum() / (y[:, 0] > 0).sum().clamp(min=1),
     "hinge": lambda o, y: (1 - o[0] * y).relu().mean() + o[1].mean(),
+    "angles": lambda o, y: (1 - (unit(o[0]) * unit(o[1])).sum(1)).mean(),
     "one head": lambda o, y: (o[0] - y).square().mean(),
     "at its minimum": lambda o, y: (o[0] - o[0].detach()).square().mean() + 0 * o[1].sum(),
     "of a distribution": lambda o, y: -(torch.distributions.Normal(*o).log_prob(y) * (y[:, :1] > 0)).sum(),

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.steps.adaptive import HandOverStep
 from support.cases.case import placed, seeded
+from support.habits import copied, moved
 from support.habits import flat as weights
+from support.training import assert_same, closure_of, task, train_by_closure
 
 with seeded(0):
     X, Y = torch.randn(16, 4), torch.randint(3, (16,))
@@ -29,6 +30,7 @@ CHOICES: dict[str, tuple[type[KFAC], dict[str, Any]]] = {
     "KFAC": (KFAC, {}),
     "KFAC sampled": (KFAC, {"loss": LOSS, "inject": curvature.propagated(2), "factor_every": 3}),
     "KFAC empirical": (KFAC, {"inject": curvature.empirical(), "weight_decay": 0.1, "damping": 0.1}),
+    "KFAC damped": (KFAC, {"damping": 0.1, "momentum": 0.5}),
     "KFAC reduce": (KFAC, {"sharing": "reduce"}),
     "KFAC adaptive": (KFAC, {"adaptive": True}),
     "KFAC residuals": (KFAC, {}),
@@ -65,23 +67,13 @@ def made(name: str, model: nn.Module | None = None) -> tuple[nn.Module, KFAC]:
     return model, kind(model, **options)
 
 
-def train(name: str, model: nn.Module, opt: KFAC, steps: int) -> None:
-    x = X.to(next(model.parameters()).dtype)
-
-    def closure() -> Tensor:
-        if "residuals" in name:
-            return (model(x) - F.one_hot(Y)).flatten() / 4
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), Y)
-        loss.backward()
-        return loss
-
-    for _ in range(steps):
-        if isinstance(opt.rule, HandOverStep) or "residuals" in name or name == "search":
-            opt.step(closure)
-        else:
-            closure()
-            opt.step()
+def train(name: str, model: nn.Module, opt: KFAC, steps: int) -> list[float]:
+    first = next(model.parameters())
+    x, y = X.to(first), Y.to(first.device)
+    closure = closure_of(model, opt, F.cross_entropy, x, y)
+    if "residuals" in name:
+        closure = lambda: (model(x) - F.one_hot(y)).flatten() / 4
+    return [opt.step(closure).item() for _ in range(steps)]
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -123,6 +115,29 @@ def test_resumed_runs_are_the_uninterrupted_ones(name: str):
         assert torch.equal(weights(again), weights(model)), step
 
 
+OPTIONS = [{}, {"damping": 0.1, "weight_decay": 0.01}, {"inject": curvature.empirical()}, {"adaptive": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_convolutions_resume_bitwise(options: dict[str, Any], optimizer: type[KFAC], device: str):
+    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
+    model, loss, x, y = task("cnn", device)
+    opt = optimizer(model, **options)
+    train_by_closure(model, opt, loss, x, y, 13)
+    saved = {"model": model.state_dict(), "opt": opt.state_dict()}
+    states = [read(saved, map_location=place) for place in {"cpu", device}]
+    train_by_closure(model, opt, loss, x, y, 8)
+    for state in states:
+        again, *_ = task("cnn", device)
+        resumed = optimizer(again, **options)
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["opt"])
+        train_by_closure(again, resumed, loss, x, y, 8)
+        assert resumed.steps == 21
+        assert_same(model.state_dict(), again.state_dict())
+
+
 @pytest.mark.parametrize("name", ["KFAC", "KFAC empirical", "EKFAC", "KFAC adaptive", "dense", "KFAC residuals"])
 def test_going_back(name: str):
     """A state is read in the middle of another run, a forward pass seen and not stepped; it stays as it was."""
@@ -142,8 +157,7 @@ def test_going_back(name: str):
     assert torch.equal(*ends)
     fresh = made(name)[1].state_dict()
     opt.load_state_dict(fresh)
-    start = network()
-    model.load_state_dict(start.state_dict())
+    model.load_state_dict(network().state_dict())
     other, alone = made(name)
     train(name, model, opt, 4), train(name, other, alone, 4)
     assert torch.equal(weights(model), weights(other))
@@ -347,3 +361,76 @@ def test_states_of_other_optimizers(there: str):
         with pytest.raises(ValueError, match="state_dict: of an optimizer with (curvature|layerwise|adaptive|sharing)"):
             other.load_state_dict(state)
         assert other.steps == 0 and not other.store.blocks
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "woodbury"])
+def test_states_of_another_model(name: str):
+    model, opt = made(name)
+    train(name, model, opt, 1)
+    deeper = nn.Sequential(*network(), nn.Linear(3, 3)).to(X.device)
+    shapes = r"0\.weight has shape \[5, 4\] there and \[7, 4\] here"
+    for other, text in ((network(7), shapes), (deeper, r"4\.weight .*nowhere")):
+        twin = made(name, other)[1]
+        before = str(twin.state_dict())
+        with pytest.raises(ValueError, match=text):
+            twin.load_state_dict(opt.state_dict())
+        assert str(twin.state_dict()) == before
+
+
+# -- parameters that change their precision or device in place, as by `model.double()`: all state follows
+
+MOVED = ["KFAC", "KFAC damped", "EKFAC", "KFAC adaptive", "woodbury", "cg", "dense", "diagonal", "KFAC residuals"]
+MOVED += ["woodbury residuals"]
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("steps", [0, 3, 11])
+def test_a_model_in_double_precision_goes_on_as_from_a_state(name: str, steps: int) -> None:
+    """Of the run in single precision, loaded into an optimizer of a model in double precision."""
+    model, opt = made(name)
+    losses = train(name, model, opt, steps)
+    other, resumed = made(name, copy.deepcopy(model).double())
+    resumed.load_state_dict(opt.state_dict())
+    model.double()
+    losses += train(name, model, opt, 4)
+    train(name, other, resumed, 4)
+    assert {p.dtype for p in model.parameters()} == {torch.float64} and torch.equal(weights(model), weights(other))
+    assert losses[-1] < losses[0]
+    kept = [x for x in leaves(opt.state_dict()["state"]) if isinstance(x, Tensor) and x.is_floating_point()]
+    assert all(x.dtype == torch.float64 for x in kept if x.ndim)
+
+
+@pytest.mark.parametrize("name", [name for name in MOVED if "residuals" not in name])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_and_back(name: str, dtype: torch.dtype) -> None:
+    model, opt = made(name)
+    losses = train(name, model, opt, 3)
+    train(name, model.to(dtype), opt, 2)
+    assert all(p.dtype == dtype == s["momentum_buffer"].dtype for p, s in opt.state.items() if "momentum_buffer" in s)
+    losses += train(name, model.float(), opt, 4)
+    assert losses[-1] < losses[0] and torch.isfinite(weights(model)).all()
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_another_device(name: str, steps: int, device: str) -> None:
+    model, opt = made(name, network().cpu())
+    losses = train(name, model, opt, steps)
+    losses += train(name, model.to(device), opt, 4)
+    assert losses[-1] < losses[0] and {p.device.type for p in model.parameters()} == {device}
+    losses += train(name, model.cpu(), opt, 2)
+    assert losses[-1] < losses[0]
+
+
+def test_a_part_of_the_model_changes_between_two_renewals() -> None:
+    """Also where no pass is recorded before the step."""
+    model, opt = made("KFAC")
+    train("KFAC", model, opt, 10)
+    while opt.recorder.may_be_due():
+        train("KFAC", model, opt, 1)
+    model[3].double()
+    model[2].register_forward_hook(lambda module, args, output: output.double())
+    before = copied(model)
+    train("KFAC", model, opt, 1)
+    assert moved(model, before) == set(before)

@@ -297,9 +297,17 @@ def precision() -> list[str]:
     return [place.fp32_precision for place in places]
 
 
+@pytest.fixture
+def reduced() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options: dict[str, Any], monkeypatch):
+def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options: dict[str, Any], monkeypatch, reduced):
     """And no decomposition; what was set before is set after, also when something fails."""
     seen: dict[str, list[list[str]]] = {}
     for name in TRUE:
@@ -308,34 +316,31 @@ def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options:
     true = KroneckerBlock.measure
     spy_of = lambda *args: (seen.setdefault("moments", []).append(precision()), true(*args))[1]
     monkeypatch.setattr(KroneckerBlock, "measure", spy_of)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        expected = precision()
-        assert expected != ["ieee", "ieee"]
-        model, loss, x, y = small()
-        opt = kind(model, **options)
-        for _ in range(3):
-            loss(model(x), y).backward()
-            with Products(seen):
-                opt.step()
-        assert sum(map(len, seen.values())) > 10
-        assert {name: found for name, found in seen.items() if any(own != ["ieee", "ieee"] for own in found)} == {}
-        with pytest.raises(KeyError), full_precision():
-            raise KeyError
-        assert precision() == expected and torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    expected = precision()
+    assert expected != ["ieee", "ieee"]
+    model, loss, x, y = small()
+    opt = kind(model, **options)
+    for _ in range(3):
+        loss(model(x), y).backward()
+        with Products(seen):
+            opt.step()
+    assert sum(map(len, seen.values())) > 10
+    assert {name: found for name, found in seen.items() if any(own != ["ieee", "ieee"] for own in found)} == {}
+    with pytest.raises(KeyError), full_precision():
+        raise KeyError
+    assert precision() == expected and torch.get_float32_matmul_precision() == "medium"
 
 
 @pytest.mark.parametrize("matrix", ["kfac", "ekfac", "dense", "least squares", "residual blocks"])
-def test_no_solution_is_in_reduced_precision(matrix: str):
+def test_no_solution_is_in_reduced_precision(matrix: str, reduced: None):
     model, loss, x, y = small()
-    before, seen = torch.get_float32_matmul_precision(), {}
+    seen: dict[str, list[list[str]]] = {}
     rows = curvature.Jacobian.of(model(x).square().sum(1), model)
     g = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-
-    def solve() -> None:
+    make = curvature.gauss_newton if matrix == "dense" else getattr(curvature, matrix, None)
+    operator = None if make is None else make(model, loss, (x, y))
+    operator = operator.materialise() if matrix == "dense" else operator
+    with Products(seen):
         if matrix == "least squares":
             curvature.LeastSquares(rows).precondition(g, 1.0)
             curvature.LeastSquares(rows).solve(torch.ones(len(x)))
@@ -343,19 +348,8 @@ def test_no_solution_is_in_reduced_precision(matrix: str):
             for block in residual_blocks(rows):
                 block.solve(block.inverse(1.0), g)
         else:
-            found = operator.solve(g, damping=1.0)
-            assert found.keys() == g.keys()
-
-    torch.set_float32_matmul_precision("medium")
-    try:
-        make = curvature.gauss_newton if matrix == "dense" else getattr(curvature, matrix, None)
-        operator = None if make is None else make(model, loss, (x, y))
-        operator = operator.materialise() if matrix == "dense" else operator
-        with Products(seen):
-            solve()
-        assert seen and all(own == ["ieee", "ieee"] for found in seen.values() for own in found), seen
-    finally:
-        torch.set_float32_matmul_precision(before)
+            assert operator.solve(g, damping=1.0).keys() == g.keys()
+    assert seen and all(own == ["ieee", "ieee"] for found in seen.values() for own in found), seen
 
 
 @pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])

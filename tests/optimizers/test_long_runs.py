@@ -240,24 +240,6 @@ def test_adversarial_networks() -> None:
     assert good == 2
 
 
-def test_a_step_into_the_void_is_taken_back() -> None:
-    """Two batches in a row that are not finite: the parameters that made them so are left."""
-    (x, y), model = digits(), network()
-    opt = KFAC(model)
-    batches = epochs(len(x), 64)
-    train(model, opt, classify(model, x, y, batches), 30)
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, opt, classify(model, x, y, batches), 1)
-    for _ in range(2):
-        opt.zero_grad()
-        (F.cross_entropy(model(x[:64]), y[:64]) * math.nan).backward()
-        opt.step()
-    for p, start in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p, start)
-    assert opt.stats()["skipped"] == 2
-    assert fmean(train(model, opt, classify(model, x, y, batches), 60)[-20:]) < 1
-
-
 @pytest.mark.parametrize("ours, inject", [(KFAC, curvature.exact()), (EKFAC, curvature.empirical())], ids=repr)
 def test_fisher_matrices_near_zero_loss(ours: Any, inject: Any) -> None:
     """Steps were measured as if a matrix that vanishes with the loss knew how the outputs change: it rose to 22."""

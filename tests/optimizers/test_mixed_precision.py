@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
-from support.host_waits import Waits
 from support.training import assert_same, copied, curvature_of, task, train
 
 Made = Callable[..., KFAC]
@@ -29,6 +28,13 @@ def small(device: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     with seeded(0):
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
     return model.to(device), *task("mlp", device, n=40)[1:]
+
+
+def pair(name: str, inject: str, device: str) -> tuple[tuple[nn.Module, KFAC], tuple[nn.Module, KFAC], Any]:
+    model, *batch = small(device)
+    other = copy.deepcopy(model)
+    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    return (model, one), (other, same), tuple(batch)
 
 
 def scaled(
@@ -53,11 +59,9 @@ def scaled(
 @pytest.mark.parametrize("name", KINDS)
 def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str, device: str):
     """A power of two is exact, so steps, curvature and history are the same to the last bit."""
-    model, *batch = small(device)
-    other = copy.deepcopy(model)
-    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    (model, one), (other, same), batch = pair(name, inject, device)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**12, growth_interval=3)  # it changes during the run
-    values = scaled(model, one, tuple(batch), scaler, 8)
+    values = scaled(model, one, batch, scaler, 8)
     assert values == train(other, same, *batch, 8)
     assert_same(copied(model) | curvature_of(one), copied(other) | curvature_of(same))
 
@@ -66,9 +70,7 @@ def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str, device:
 @pytest.mark.parametrize("name", ["kfac", "woodbury", "cg"])
 def test_scaled_micro_batches_of_several_sizes(name: str, inject: str, device: str):
     """Two passes before a step, of 30 and of 10 samples."""
-    model, loss, x, y = small(device)
-    other = copy.deepcopy(model)
-    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    (model, one), (other, same), (loss, x, y) = pair(name, inject, device)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**12)
     for _ in range(4):
         for m, opt, scale in ((model, one, scaler.scale), (other, same, lambda value: value)):
@@ -94,23 +96,6 @@ def test_an_overflow_is_skipped_and_the_scale_falls(name: str, device: str):
         assert_same(copied(model) | curvature_of(opt), before)
         assert (opt.skipped, opt.steps, scaler.get_scale()) == (count, 25, 2.0 ** (12 - count))
     assert all(map(math.isfinite, scaled(model, opt, tuple(batch), scaler, 3)))
-
-
-def test_a_scaled_step_asks_the_host_for_nothing(device: str):
-    model, *batch = small(device)
-    opt, scaler, ordinary = KFAC(model), torch.amp.GradScaler(device, init_scale=2.0**12), 0
-    for _ in range(30):
-        opt.zero_grad()
-        scaler.scale(batch[0](model(batch[1]), batch[2])).backward()
-        assert not opt.skipped
-        with Waits() as waits:
-            scaler.step(opt)
-        scaler.update()
-        entry = opt.monitor.entries[-1]
-        if not entry["renewed"] and not entry["inverted"]:
-            ordinary += 1
-            assert not waits.count
-    assert ordinary >= 3
 
 
 def test_clipping_after_unscaling(device: str):
@@ -147,18 +132,16 @@ def test_closures_are_refused_with_a_scaler(device: str):
 @pytest.mark.parametrize("name", KINDS)
 def test_autocast(name: str, inject: str, low: torch.dtype, device: str):
     """The first curvature is that of single precision, but for the rounding of the passes; training goes on."""
-    model, *batch = small(device)
-    other = copy.deepcopy(model)
-    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    (model, one), (other, same), batch = pair(name, inject, device)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**12, enabled=low == torch.float16)
-    values = scaled(model, one, tuple(batch), scaler, 1, low)
+    values = scaled(model, one, batch, scaler, 1, low)
     train(other, same, *batch, 1)
     for k, expected in curvature_of(same).items():
         if k.endswith((" row_side", " column_side", " matrix")):
             found = curvature_of(one)[k]
             assert found.dtype == expected.dtype
             assert (found - expected).norm() < 0.05 * expected.norm(), k  # bfloat16 has an epsilon of 0.008
-    values += scaled(model, one, tuple(batch), scaler, 14, low)
+    values += scaled(model, one, batch, scaler, 14, low)
     assert all(map(math.isfinite, values)) and values[-1] < values[0] and one.skipped == 0
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian, LeastSquares, exact
+from curvature import Jacobian, LeastSquares
 from curvature.functional import ExactNorms
-from optimizers import KFAC, NaturalGradient
+from optimizers import NaturalGradient
 from support.cases.case import randomise, seeded
 from support.differential import laplacian
 from support.habits import flat
@@ -210,16 +210,6 @@ def test_levenberg_marquardt(name: str):
     assert "exact Gauss-Newton" in opt.report() and "step 8" in opt.summary()
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_step_that_makes_the_loss_worse_is_not_taken(adaptive: bool):
-    model, x, residual = problem("many parameters")
-    before = flat(model)
-    wall = lambda: residual(model, x.detach().requires_grad_()) * (1.0 if torch.equal(flat(model), before) else 1e6)
-    opt = NaturalGradient(model, adaptive=adaptive, momentum=0.9)
-    opt.step(wall)
-    assert torch.equal(flat(model), before) and opt.stats()["failures"] == 1 and not opt.stats()["accepted"]
-
-
 def test_groups_frozen_parameters_and_decay():
     model, x, residual = problem("many parameters")
     opt = NaturalGradient(model, damping=0.1, weight_decay=10.0)
@@ -260,31 +250,6 @@ def test_norm_layers():
     assert model[4].num_batches_tracked == 1
     direction = -torch.linalg.solve(jacobian.T @ jacobian + torch.eye(len(before)).double(), jacobian.T @ r)
     torch.testing.assert_close(flat(model) - before, opt.stats()["step_size"] * direction, rtol=1e-5, atol=1e-7)
-
-
-LINEAR = nn.Linear(2, 1)
-REFUSED = {
-    "parameters": (lambda: NaturalGradient(LINEAR.parameters()), TypeError, "pass the model itself"),
-    "parameters, KFAC": (lambda: KFAC(LINEAR.parameters()), TypeError, "pass the model itself"),
-    "a rate": (lambda: NaturalGradient(LINEAR, -1.0), ValueError, "lr: expected"),
-    "damping": (lambda: NaturalGradient(LINEAR, damping="a"), TypeError, "damping: expected a number"),
-    "momentum": (lambda: NaturalGradient(LINEAR, momentum=1.0), ValueError, "momentum: expected"),
-    "adaptive": (lambda: NaturalGradient(LINEAR, adaptive=1), TypeError, "adaptive: expected"),
-    "line search": (lambda: NaturalGradient(LINEAR, line_search=1), TypeError, "line_search: expected"),
-    "two searches": (lambda: NaturalGradient(LINEAR, line_search=True, adaptive=True), ValueError, "choose one"),
-    "a solver": (lambda: NaturalGradient(LINEAR, solver="lu"), ValueError, "solver: expected one of woodbury"),
-    "no loss": (lambda: NaturalGradient(LINEAR, inject=exact()), ValueError, "needs the loss module"),
-    "no closure": (lambda: NaturalGradient(LINEAR, line_search=True).step(), TypeError, "pass a closure"),
-    "a matrix": (lambda: NaturalGradient(LINEAR).step(lambda: LINEAR(torch.ones(2, 2))), TypeError, r"\(2, 1\)"),
-    "no graph": (lambda: NaturalGradient(LINEAR).step(lambda: torch.ones(3)), ValueError, "without gradients"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str):
-    call, kind, text = REFUSED[name]
-    with pytest.raises(kind, match=text):
-        call()
 
 
 PRECISIONS = {  # of the first layer, the second and the residuals

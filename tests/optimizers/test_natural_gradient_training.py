@@ -20,7 +20,7 @@ from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.habits import flat
 from support.oracles import brute_force as oracle
-from support.training import ORDERS, closure_of, digits, epochs, mlp
+from support.training import ORDERS, backward, closure_of, digits, epochs, mlp
 
 pytestmark = pytest.mark.fast
 
@@ -77,12 +77,10 @@ def started(model: nn.Module, **options: Any) -> NaturalGradient:
     return NaturalGradient(model, **{"damping": DAMPING, "loss": ENTROPY, **options})
 
 
-def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = ENTROPY, parts: int = 1) -> Tensor:
-    """One step of a training loop, of the mean over parts of the batch; the direction that it took, of length one."""
+def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = ENTROPY) -> Tensor:
+    """One step of a training loop; the direction that it took, of length one."""
     before = flat(model)
-    opt.zero_grad()
-    for own, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
-        (loss(model(own), labels) / parts).backward()
+    backward(model, opt, loss, x, y)
     opt.step()
     moved = flat(model) - before
     return moved / moved.norm()
@@ -196,13 +194,6 @@ def test_a_sum_has_the_curvature_of_a_sum():
     loss = nn.CrossEntropyLoss(reduction="sum")
     matrix = oracle.Matrices(model, loss, (x, y)).fisher
     assert_natural(train(started(model, loss=loss), model, x, y, loss), model, matrix)
-
-
-@pytest.mark.parametrize("inject", ["exact", "empirical"])
-def test_accumulated_batches_are_one(inject: str):
-    model, x, y = case("perceptron")
-    matrix = fisher_of(model, INJECTIONS[inject], x, y)
-    assert_natural(train(started(model, inject=INJECTIONS[inject]), model, x, y, parts=2), model, matrix)
 
 
 def test_batch_norm():
@@ -325,3 +316,123 @@ def test_options_that_groups_disagree_on():
     opt.add_param_group({"params": [first], "damping": 0.5})
     with pytest.raises(ValueError, match="damping: all parameters are solved for together"):
         train(opt, model, x, y)
+
+
+# -- layer by layer, against the dense diagonal blocks of the Gauss-Newton matrix
+
+
+def shared(m: nn.Module, tokens: Tensor) -> Tensor:
+    """An embedding that is also the last weight, a bias that two weights share, places, a norm, a branch."""
+    h = torch.tanh(m.own(m.table(tokens)))
+    h = m.norm(F.linear(torch.tanh(F.linear(h, m.one, m.bias)), m.two, m.bias))
+    return (m.branch(h) if tokens[0, 0] == 0 else h).sum(1) @ m.table.weight.T
+
+
+GROUPS = [
+    ["table.weight"], ["one"], ["two"], ["bias"], ["own.weight", "own.bias"], ["norm.weight", "norm.bias"],
+    ["branch.weight", "branch.bias"],
+]  # fmt: skip
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        layers = {"own": nn.Linear(3, 3), "norm": nn.LayerNorm(3), "branch": nn.Linear(3, 3)}
+        model = Raw(shared, table=nn.Embedding(5, 3), one=(3, 3), two=(3, 3), bias=(3,), **layers).double()
+        x, y = torch.randint(5, (4, 3)), torch.randint(5, (4,))
+    x[:, 0] = 0
+    return model, x, y
+
+
+def direction(opt: NaturalGradient, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a step goes that no bound cuts, of length one, and the gradient there."""
+    before, closure = flat(model), closure_of(model, opt, ENTROPY, x, y)
+    closure()
+    gradient = gradient_of(model)
+    opt.step(closure)
+    moved = flat(model) - before
+    return moved / moved.norm(), gradient
+
+
+def expected(model: nn.Module, x: Tensor, y: Tensor, damping: Tensor | float = DAMPING) -> Tensor:
+    """The inverse of the damped blocks."""
+    matrix = oracle.blocks(model, oracle.Matrices(model, ENTROPY, (x, y)).gauss_newton, GROUPS)
+    return torch.linalg.inv(matrix + torch.as_tensor(damping).double().expand(len(matrix)).diag())
+
+
+def points(found: Tensor, wanted: Tensor, allowed: float = 1e-8) -> None:
+    torch.testing.assert_close(found, along(wanted), rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg"])
+def test_every_layer_has_its_exact_block(solver: str) -> None:
+    model, x, y = problem()
+    inverse = expected(model, x, y)
+    opt = NaturalGradient(model, damping=DAMPING, loss=ENTROPY, solver=solver, layerwise=True, line_search=True)
+    found, gradient = direction(opt, model, x, y)
+    assert sorted(map(sorted, (b.names for b in opt.store.blocks))) == sorted(map(sorted, GROUPS))
+    points(found, inverse @ gradient, 0.05 if solver == "cg" else 1e-8)
+
+
+def test_groups_with_rates_and_dampings_of_their_own() -> None:
+    model, x, y = problem()
+    few = [*model.own.parameters(), model.two]
+    rest = [p for p in model.parameters() if not any(p is q for q in few)]
+    options: dict[str, Any] = {"damping": DAMPING, "loss": ENTROPY, "layerwise": True, "line_search": True}
+    opt = NaturalGradient(model, **options)
+    opt.param_groups.clear()
+    opt.add_param_group({"params": few, "lr": 0.25, "damping": 0.3})
+    opt.add_param_group({"params": rest})
+    is_few = torch.cat([torch.full((p.numel(),), any(p is q for q in few)) for p in model.parameters()])
+    inverse = expected(model, x, y, torch.where(is_few, 0.3, DAMPING))
+    found, gradient = direction(opt, model, x, y)
+    points(found, torch.where(is_few, 0.25, 1.0) * (inverse @ gradient))
+    assert opt.param_groups[0]["params"].pop(1) is model.own.bias
+    opt.add_param_group({"params": [model.own.bias], "damping": 0.1})
+    with pytest.raises(ValueError, match=r"damping: own\.weight, own\.bias are solved.*\[0\.3, 0\.1\]"):
+        direction(opt, model, x, y)
+
+
+def test_the_usual_damping_is_that_of_each_block() -> None:
+    """0.05 of its mean eigenvalue, in the smaller of parameter and sample space."""
+    model, x, y = problem()
+    matrix = oracle.Matrices(model, ENTROPY, (x, y)).gauss_newton
+    damping, positions = torch.zeros(len(matrix)).double(), oracle.positions(model)
+    for group in GROUPS:
+        where = torch.cat([positions[name].flatten() for name in group])
+        damping[where] = 0.05 * matrix.diagonal()[where].sum() / min(len(where), 4 * 5)
+    inverse = expected(model, x, y, damping)
+    opt = NaturalGradient(model, loss=ENTROPY, layerwise=True, line_search=True)
+    found, gradient = direction(opt, model, x, y)
+    points(found, inverse @ gradient)
+
+
+def test_a_layer_that_is_read_later_and_one_that_is_frozen() -> None:
+    model, x, y = problem()
+    with_branch, without = x.clone(), torch.where(x == 0, 1, x)
+    opt = NaturalGradient(model, damping=DAMPING, loss=ENTROPY, layerwise=True, line_search=True)
+    for batch, frozen in ((without, False), (with_branch, False), (with_branch, True)):
+        model.two.requires_grad_(not frozen)
+        where = torch.cat([torch.full((p.numel(),), p.requires_grad) for p in model.parameters()])
+        model.two.requires_grad_(True)
+        inverse = expected(model, batch, y)
+        model.two.requires_grad_(not frozen)
+        found, gradient = direction(opt, model, batch, y)
+        points(found, torch.where(where, inverse @ gradient, 0.0))
+    assert ["two"] not in [list(block.names) for block in opt.store.blocks]
+
+
+def test_the_last_direction_is_kept_with_the_damping_of_each_block() -> None:
+    """SPRING: u = (G + damping)^-1 (g + damping * momentum * last u)."""
+    model, x, y = problem()
+    opt = NaturalGradient(model, damping=DAMPING, momentum=0.6, loss=ENTROPY, layerwise=True, line_search=True)
+    first = expected(model, x, y)
+    _, gradient = direction(opt, model, x, y)
+    second = expected(model, x, y)
+    found, later = direction(opt, model, x, y)
+    points(found, second @ (later + DAMPING * 0.6 * (first @ gradient)))
+
+
+def test_residuals_are_refused() -> None:
+    model, x, _ = problem()
+    with pytest.raises(ValueError, match="layerwise: residuals are solved for all parameters together"):
+        NaturalGradient(model, layerwise=True).step(lambda: model(x)[:, 0])

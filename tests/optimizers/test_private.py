@@ -132,12 +132,8 @@ def test_weights_of_the_whole_batch_are_logged(caplog: pytest.LogCaptureFixture)
     taken(model, x, y, LOSS, 1.0)
     taken(model, x, y, lambda o, y: (W[y] * nn.functional.cross_entropy(o, y, reduction="none")).mean(), 1.0)
     assert not caplog.records
-    tokens = words()
-    of_batch = (
-        (model, x, y, lambda o, y: nn.functional.cross_entropy(o, y, weight=W)),
-        (*tokens, lambda o, y: folded(o, y)),
-    )
-    for case in of_batch:
+    weighted = lambda o, y: nn.functional.cross_entropy(o, y, weight=W)
+    for case in ((model, x, y, weighted), (*words(), folded)):
         warn_once.cache_clear()
         caplog.clear()
         taken(*case, 1.0)
@@ -184,22 +180,22 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
             private(batchnorm, microbatch=microbatch).step(x, y)
     torch.testing.assert_close(batchnorm.state_dict(), before)
+    sgd = lambda params: torch.optim.SGD(params, 0.1)
+    stranger, whole = nn.Parameter(torch.zeros(2, 2)), sgd(model.parameters())
+    refused: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ValueError, "max_norm", whole, {"max_norm": 0.0}),
+        (ValueError, "noise", whole, {"noise": -1.0}),
+        (ValueError, "expected_batch_size", whole, {"expected_batch_size": 0}),
+        (ValueError, r"optimizer: it lacks 1\.weight", sgd(model[0].parameters()), {}),
+        (ValueError, r"shape \(2, 2\) that is not the model's", sgd([*model.parameters(), stranger]), {}),
+        (TypeError, "KFAC looks at the batch itself", optimizers.KFAC(model), {}),
+        (TypeError, "LBFGS asks for the loss several times", torch.optim.LBFGS(model.parameters()), {}),
+        (TypeError, "expected a torch.optim.Optimizer, found a Sequential", model, {}),
+    ]
     given: dict[str, Any] = {"max_norm": 1.0, "noise": 1.0, "expected_batch_size": 4}
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    for name, wrong in (("max_norm", 0.0), ("noise", -1.0), ("expected_batch_size", 0)):
-        with pytest.raises(ValueError, match=name):
-            optimizers.Private(sgd, model, LOSS, **given | {name: wrong})
-    with pytest.raises(ValueError, match=r"optimizer: it lacks 1\.weight"):
-        optimizers.Private(torch.optim.SGD(model[0].parameters(), 0.1), model, LOSS, **given)
-    with pytest.raises(ValueError, match=r"shape \(2, 2\) that is not the model's"):
-        stranger = nn.Parameter(torch.zeros(2, 2))
-        optimizers.Private(torch.optim.SGD([*model.parameters(), stranger], 0.1), model, LOSS, **given)
-    with pytest.raises(TypeError, match="KFAC looks at the batch itself"):
-        optimizers.Private(optimizers.KFAC(model), model, LOSS, **given)
-    with pytest.raises(TypeError, match="LBFGS asks for the loss several times"):
-        optimizers.Private(torch.optim.LBFGS(model.parameters()), model, LOSS, **given)
-    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, found a Sequential"):
-        optimizers.Private(model, sgd, LOSS, **given)  # type: ignore[arg-type]
+    for error, text, optimizer, options in refused:
+        with pytest.raises(error, match=text):
+            optimizers.Private(optimizer, model, LOSS, **given | options)
 
 
 @pytest.mark.filterwarnings("ignore")

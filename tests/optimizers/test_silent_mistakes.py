@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim import lr_scheduler
 
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
 from optimizers.model_optimizer import STEPPING
+from support.habits import copied, moved
 from support.training import closure_of
 
 X, Y = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
@@ -140,11 +142,6 @@ def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
     for _ in range(3):
         opt.step(closure)
         assert all(opt.state.values())
-    other = network()
-    resumed = REPEATED[name](other)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert resumed.steps == 3
 
 
 def in_turn(model: nn.Module, *optimizers: torch.optim.Optimizer, rounds: int = 3) -> None:
@@ -154,9 +151,7 @@ def in_turn(model: nn.Module, *optimizers: torch.optim.Optimizer, rounds: int = 
 
 
 @pytest.mark.parametrize("others", [["KFAC"], ["EKFAC"], ["NaturalGradient"], ["of a part"], ["SGD"]])
-def test_optimizers_that_step_the_same_parameters_in_turn(others: list[str], caplog: pytest.LogCaptureFixture):
-    warn_once.cache_clear()
-    caplog.set_level(logging.WARNING)
+def test_optimizers_that_step_the_same_parameters_in_turn(others: list[str], said: pytest.LogCaptureFixture):
     model = network()
     kinds = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
     make = {name: lambda name=name: kinds[name](model) for name in kinds} | {
@@ -165,15 +160,14 @@ def test_optimizers_that_step_the_same_parameters_in_turn(others: list[str], cap
     first = KFAC(model)
     in_turn(model, first)
     in_turn(model, *(made := [make[name]() for name in others]))  # one after the other is no fault
-    assert not caplog.records
+    assert not said.records
     in_turn(model, first, *made)
-    (record,) = caplog.records
+    (record,) = said.records
     assert "step the same parameters in turn (" in record.message and "weight, ...)" in record.message
 
 
-def test_an_optimizer_within_another_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_within_another_is_no_mistake(said: pytest.LogCaptureFixture) -> None:
     """As of wrappers that average parameters over steps."""
-    warn_once.cache_clear()
 
     class Around(torch.optim.Optimizer):
         def __init__(self, inner: KFAC) -> None:
@@ -193,9 +187,9 @@ def test_an_optimizer_within_another_is_no_mistake(caplog: pytest.LogCaptureFixt
         in_turn(model, opt)
     opt.fails = False
     in_turn(model, opt)
-    assert not caplog.records
+    assert not said.records
     in_turn(model, torch.optim.SGD(model.parameters(), 1e-3), opt.inner)
-    assert "KFAC and SGD step the same parameters in turn" in caplog.text
+    assert "KFAC and SGD step the same parameters in turn" in said.text
 
 
 def test_compiled_steps_of_other_optimizers_stay_as_they_are() -> None:
@@ -214,21 +208,18 @@ def test_compiled_steps_of_other_optimizers_stay_as_they_are() -> None:
     assert counter.frame_count and len(STEPPING) == before and not kept._since
 
 
-def test_optimizers_in_turn_with_closures(caplog: pytest.LogCaptureFixture):
+def test_optimizers_in_turn_with_closures(said: pytest.LogCaptureFixture):
     """Gradients come in the step itself."""
-    warn_once.cache_clear()
     model = network()
     both = [KFAC(model, adaptive=True), NaturalGradient(model, adaptive=True)]
     for opt in both * 2:
         opt.zero_grad()
         closure = closure_of(model, opt, F.mse_loss, X, Y)
         opt.step(closure)
-    assert "step the same parameters in turn" in caplog.text
+    assert "step the same parameters in turn" in said.text
 
 
-def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: pytest.LogCaptureFixture):
-    warn_once.cache_clear()
-    caplog.set_level(logging.WARNING)
+def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(said: pytest.LogCaptureFixture):
     model = network()
     in_turn(model, KFAC(model[0]), EKFAC(model[2]))
     for _ in range(3):  # made anew
@@ -237,11 +228,11 @@ def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: p
         del opt
     rest = torch.optim.SGD(model[2].parameters(), 1e-3)
     in_turn(model, KFAC(model[0]), rest)
-    copied = copy.deepcopy(model)
-    one, other = KFAC(model), KFAC(copied)
+    twin = copy.deepcopy(model)
+    one, other = KFAC(model), KFAC(twin)
     for _ in range(3):
         train(model, one, 1)
-        train(copied, other, 1)
+        train(twin, other, 1)
     halves = KFAC(model), KFAC(model)  # in turn, but each with one layer alone
     for _ in range(3):
         for opt, frozen in zip(halves, (model[0], model[2]), strict=True):
@@ -255,7 +246,7 @@ def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: p
             F.mse_loss(model(X), Y).backward()
             left.zero_grad()  # what has no gradient does not move
             opt.step()
-    assert not caplog.records
+    assert not said.records
 
 
 # -- closures that are called again for other parameters, but do not compute with them
@@ -291,20 +282,17 @@ def test_a_closure_of_a_loss_that_no_step_changes_raises(name: str, case: str, i
         value.backward(retain_graph=True)
         return value.detach() if is_detached else value
 
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copied(model)
     with pytest.raises(RuntimeError, match="closure: it returned a loss .*before the closure was called"):
         opt.step(closure)
-    for p, then in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, then)
+    assert not moved(model, before)
 
 
 @pytest.mark.parametrize("is_called", [False, True])
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_step_on_the_loss_of_another_model_is_none_and_logged(name: str, is_called: bool, caplog: Any) -> None:
-    warn_once.cache_clear()
+def test_a_step_on_the_loss_of_another_model_is_none_and_logged(name: str, is_called: bool, said: Any) -> None:
     model = network()
-    opt, other = REPEATED[name](model), copy.deepcopy(model)
-    before = [p.detach().clone() for p in model.parameters()]
+    opt, other, before = REPEATED[name](model), copy.deepcopy(model), copied(model)
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -316,10 +304,8 @@ def test_a_step_on_the_loss_of_another_model_is_none_and_logged(name: str, is_ca
 
     for _ in range(3):
         opt.step(closure)
-    for p, then in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, then)
-    assert opt.steps == 0
-    assert [r.getMessage() for r in caplog.records if "depends on no parameter" in r.getMessage()] != []
+    assert not moved(model, before) and opt.steps == 0
+    assert [r.getMessage() for r in said.records if "depends on no parameter" in r.getMessage()] != []
 
 
 @pytest.mark.parametrize("make", [KFAC, NaturalGradient, lambda m: NaturalGradient(m, adaptive=True)])
@@ -329,11 +315,8 @@ def test_residuals_from_outside_raise(make: Any, case: str) -> None:
     x, opt = X.double(), make(model)
     predicted, other = model(x), copy.deepcopy(model)
     residuals = (predicted - 1)[:, 0]
-    closures = {
-        "outputs": lambda: (predicted - 1)[:, 0],
-        "residuals": lambda: residuals,
-        "copy": lambda: (other(x) - 1)[:, 0],
-    }
+    closures = {"outputs": lambda: (predicted - 1)[:, 0], "residuals": lambda: residuals}
+    closures["copy"] = lambda: (other(x) - 1)[:, 0]
     with pytest.raises(RuntimeError, match="closure: it returned residuals"):
         opt.step(closures[case])
 
@@ -383,3 +366,41 @@ def test_a_step_without_its_closure_names_the_optimizer(name: str) -> None:
     opt = REPEATED[name](model)
     with pytest.raises(TypeError, match=rf"^{type(opt).__name__}\("):
         opt.step()
+
+
+class Hand:
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt, self.number = opt, 0
+        self.step()
+
+    def step(self) -> None:
+        self.number += 1
+        self.opt.param_groups[0]["lr"] = self.number / 100
+
+
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "one cycle": (lambda opt: lr_scheduler.OneCycleLR(opt, 0.01, total_steps=20), True),
+    "cyclic": (lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.02, cycle_momentum=False), True),
+    "one cycle up to 1": (lambda opt: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=20, cycle_momentum=False), False),
+    "warm-up": (lambda opt: lr_scheduler.LambdaLR(opt, lambda k: (k + 1) / 1000), False),
+    "to zero": (lambda opt: lr_scheduler.LambdaLR(opt, lambda k: 1 - k / 4), False),
+    "by hand": (lambda opt: Hand(opt), False),
+    "annealed": (lambda opt: lr_scheduler.ExponentialLR(opt, 0.01), False),
+}
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_largest_rate_far_below_one_is_told(optimizer: Any, name: str, said: pytest.LogCaptureFixture) -> None:
+    make, is_told = SCHEDULES[name]
+    model = nn.Linear(3, 2)
+    opt = optimizer(model, momentum=0.5)  # schedules of one cycle set it, too
+    schedule = make(opt)
+    for _ in range(4):
+        opt.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        opt.step()
+        schedule.step()
+    said = [record.getMessage() for record in said.records if "multiplies the step" in record.getMessage()]
+    assert len(said) == is_told
+    assert not is_told or "lr=0.01 " in said[0]

@@ -1,4 +1,4 @@
-"""Layers of one form are solved for as a stack: what comes out is that of each layer alone."""
+"""What is solved with: layers of one form as a stack, and what stands in where there is no curvature."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import nn
 from curvature.kronecker import KroneckerInverse
 from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
+from optimizers import EKFAC, KFAC
 from optimizers.solving import VectorSolver, mean_eigenvalue
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from support.cases.case import seeded
 from support.running_blocks import STACKS, close, measure, normal_vectors
+from support.training import task, train
 
 pytestmark = pytest.mark.fast
 
@@ -65,9 +67,8 @@ def test_together_is_alone(name: str, kind: str, damping: float | None, device: 
     model, blocks = curvature_of(name, kind, damping, device)
     sizes: list[int] = []
     stacked = KroneckerInverse.stacked
-    monkeypatch.setattr(
-        KroneckerInverse, "stacked", lambda own, others: sizes.append(len(others)) or stacked(own, others)
-    )
+    counted = lambda own, others: sizes.append(len(others)) or stacked(own, others)
+    monkeypatch.setattr(KroneckerInverse, "stacked", counted)
     assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
     assert len(sizes) == MODELS[name][2]
 
@@ -96,3 +97,54 @@ def test_parameters_without_curvature_and_blocks_that_miss_one(kind: str, device
 def test_solutions_have_the_precision_of_the_gradients():
     model, blocks = curvature_of("linear", "kronecker", None, "cpu")
     assert_solved(model, blocks, vector_of(model, blocks, torch.bfloat16, frozenset()), 0.0)
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_without_curvature_a_gradient_is_divided_by_the_mean_eigenvalue_of_all(optimizer: type[KFAC]):
+    model, loss, x, y = task("mlp", n=16)
+    opt = optimizer(model)
+    train(model, opt, loss, x, y, 2)
+    blocks = opt.preconditioner.blocks
+    mean = sum(float(b.mean_eigenvalue) * b.dimension for b in blocks) / sum(b.dimension for b in blocks)
+    trained = {**opt.trained(), "extra": torch.nn.Parameter(torch.zeros(3))}
+    gradients = {name: torch.arange(float(p.numel())).view_as(p) for name, p in trained.items()}
+    found = opt.preconditioner.solve(gradients, trained)
+    torch.testing.assert_close(found["extra"], gradients["extra"] / mean)
+
+
+def test_what_solves_is_made_anew_where_an_inverse_is():
+    model, loss, x, y = task("mlp", n=16)
+    opt = KFAC(model, factor_every=1, decompose_every=3)
+    train(model, opt, loss, x, y, 20)
+    parts, inverted = opt.preconditioner, []
+    for step in range(opt.steps, opt.steps + 6):
+        before = parts.solver
+        train(model, opt, loss, x, y, 1)
+        inverted.append(step in parts.schedule.inverted.values())
+        assert parts.schedule.renewed == step and (parts.solver is not before) == inverted[-1]
+        assert parts.solver is not None
+        names = parts.solver.layout.names
+        vector = LayerVector.of(parts.solver.layout, {name: torch.randn_like(opt.trained()[name]) for name in names})
+        fresh = VectorSolver(parts.solver.layout, parts.blocks)(vector)
+        assert all(map(torch.equal, parts.solver(vector).vectors, fresh.vectors))
+    assert set(inverted) == {True, False}
+
+
+def test_the_mean_eigenvalue_is_that_of_the_last_renewal():
+    """Of a parameter without curvature, also where nothing was inverted."""
+    model, loss, x, y = task("mlp", n=16)
+    opt = KFAC(model, factor_every=1, decompose_every=3)
+    train(model, opt, loss, x, y, 20)
+    gradients = {name: torch.ones_like(p) for name, p in opt.trained().items()} | {"extra": torch.ones(3)}
+    parts, found = opt.preconditioner, []
+    vector = LayerVector.of(layout_of([b.names for b in parts.blocks], gradients, lambda name: 0), gradients)
+    for _ in range(4):
+        parts.solve_vector(vector, opt.trained())
+        x = 2 * x
+        opt.zero_grad()
+        loss(model(x), y).backward()
+        parts.renew({}, opt.trained(), opt._context(None).options)
+        opt.monitor.steps += 1
+        found.append(parts.solve_vector(vector, opt.trained())["extra"])
+        torch.testing.assert_close(found[-1], parts.solve(gradients, opt.trained())["extra"])
+    assert len({float(u[0]) for u in found}) == 4

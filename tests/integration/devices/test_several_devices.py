@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
 from curvature.gradients.plans import PLANS
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.arguments import require_one_device
+from support.cases.case import seeded
 from support.cases.several_devices import Split, ThereAndBack, Tied, data, loss_at_target
-from support.training import backward, task
+from support.training import backward, closure_of, task, train_by_closure
 
 pytestmark = pytest.mark.fast
 LOSS = nn.CrossEntropyLoss()
@@ -106,12 +109,12 @@ def test_checkpoints_over_several_devices_go_on(two_devices: tuple[str, str]) ->
     assert_near(copy, model, 0, 0)
 
 
-def closure_of(opt: Any, model: nn.Module, x: Tensor, y: Tensor, residuals: bool) -> Callable[[], Tensor]:
+def closure_on_either(opt: Any, model: nn.Module, x: Tensor, y: Tensor, residuals: bool) -> Callable[[], Tensor]:
     def of_residuals() -> Tensor:
         output = model(x)
         return (output - nn.functional.one_hot(y.to(output.device), output.shape[1])).flatten()
 
-    return of_residuals if residuals else functools.partial(backward, model, opt, loss_at_target, x, y)
+    return of_residuals if residuals else closure_of(model, opt, loss_at_target, x, y)
 
 
 CLOSURES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
@@ -139,7 +142,7 @@ def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tupl
     for devices in (two_devices, ("cpu", "cpu")):
         model, (x, y) = kind(devices), data(devices)
         opt = make(model)
-        closure = closure_of(opt, model, x, y, residuals)
+        closure = closure_on_either(opt, model, x, y, residuals)
         losses = [float(opt.step(closure).detach()) for _ in range(2)]
         assert losses[-1] < losses[0]
         found.append(model)
@@ -148,7 +151,7 @@ def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tupl
         other = make(copy)
         other.load_state_dict(opt.state_dict())
         opt.step(closure)
-        other.step(closure_of(other, copy, x, y, residuals))
+        other.step(closure_on_either(other, copy, x, y, residuals))
         assert_near(copy, model, 0, 0)
     # how far to go is a number in single precision; conjugate gradients make 1e-8 of a rounding error within one step
     tolerance = 1e-3 if name == "cg" else 1e-5
@@ -177,3 +180,56 @@ def test_several_processes_refuse_several_devices_by_name(two_devices: tuple[str
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_of_them_may_be_the_cpu(is_first: bool, two_devices: tuple[str, str]) -> None:
     test_steps_with_closures("adaptive", Split, ("cpu", two_devices[1]) if is_first else (two_devices[1], "cpu"))
+
+
+# -- runs that are saved on one device and go on on another
+
+ANYWHERE: dict[str, Callable[[nn.Module], Any]] = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    "adaptive": functools.partial(KFAC, adaptive=True),
+    **{s: functools.partial(NaturalGradient, solver=s) for s in ("woodbury", "dense", "cg", "diagonal")},
+}
+TOLERANCE = 1e-10  # of kernels that add up in other orders; the simulated device has the CPU's
+
+
+def started(name: str, device: str) -> tuple[nn.Module, Any]:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device)
+    return model, ANYWHERE[name](model)
+
+
+def go_on(model: nn.Module, opt: Any, steps: int) -> None:
+    with seeded(1):
+        x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    x, y = (t.to(next(model.parameters()).device) for t in (x, y))
+    train_by_closure(model, opt, F.cross_entropy, x, y, steps)
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+@pytest.mark.parametrize("places", [(0, "cpu"), ("cpu", 0), (0, 1)], ids=["to the CPU", "from the CPU", "between two"])
+def test_a_run_goes_on_elsewhere(name: str, places: tuple[Any, Any], two_devices: tuple[str, str]) -> None:
+    """Tensors that are loaded to where they were saved go to the parameters.
+
+    The vectors that a generator draws are those of its device: where these differ, steps are only alike.
+    """
+    here, there = (place if place == "cpu" else two_devices[place] for place in places)
+    model, opt = started(name, here)
+    go_on(model, opt, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other, resumed = started(name, there)
+    other.load_state_dict(state["model"])
+    resumed.load_state_dict(state["opt"])
+    assert resumed.steps == 3
+    go_on(model, opt, 3)
+    go_on(other, resumed, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert q.device == torch.device(there)
+        if two_devices[0].startswith("sim"):
+            torch.testing.assert_close(q.cpu(), p.cpu(), rtol=TOLERANCE, atol=TOLERANCE)
+        assert q.isfinite().all()
+    tensors = [t for entry in resumed.state.values() for t in entry.values() if isinstance(t, Tensor) and t.ndim]
+    assert all(t.device == torch.device(there) for t in tensors)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from support.cases.case import seeded
@@ -90,38 +89,6 @@ def test_clipped_values_are_those_of_the_step(make: Make) -> None:
     assert not torch.allclose(flat(model), flat(reference(make, 1)), rtol=1e-3)
 
 
-SCHEDULERS: dict[str, Any] = {
-    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=8),
-    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),
-    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 4)),  # from zero
-    "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5, threshold=10.0),
-    "sequence": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.5)], [3]
-    ),
-}
-
-
-@without_closure
-def test_what_schedulers_set_is_used(make: Make) -> None:
-    """What they set is what is used: as if set by hand; the momentum too."""
-    for name, schedule in SCHEDULERS.items():
-        model, other, third = net(), net(), net()
-        opt, same, rates = make(model), make(other), make(third)
-        scheduler, seen = schedule(opt), []
-        for _ in range(6):
-            group = opt.param_groups[0]
-            seen.append((group["lr"], group["momentum"]))
-            (loss,) = train(model, opt, 1)
-            scheduler.step(*([loss] if name == "plateau" else []))
-        for lr, momentum in seen:
-            same.param_groups[0].update(lr=lr, momentum=momentum)
-            rates.param_groups[0].update(lr=lr)
-            train(other, same, 1), train(third, rates, 1)
-        assert_same(model, other)
-        assert torch.equal(flat(model), flat(third)) == (name != "one cycle")
-        assert len(set(seen)) > 2 and not torch.equal(flat(model), flat(reference(make, 6))), name
-
-
 @every_optimizer
 def test_a_warm_up_may_begin_at_zero(make: Make) -> None:
     model = net()
@@ -133,40 +100,58 @@ def test_a_warm_up_may_begin_at_zero(make: Make) -> None:
     assert moved(model, before) == set(before)
 
 
-@every_optimizer
-def test_a_rate_may_be_a_tensor(make: Make) -> None:
-    model = net()
-    train(model, make(model, lr=torch.tensor(0.5)))
-    assert_same(model, reference(make, lr=0.5))
-
-
-@without_closure
-def test_gradients_may_be_set_to_zeros(make: Make) -> None:
-    model, opt = started(make)
-    for _ in range(3):
-        opt.zero_grad(set_to_none=False)
-        backward(model, opt, zero=False)
-        opt.step()
+def gradients_set_to_zeros(model: nn.Module, opt: Any) -> None:
     opt.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-    assert_same(model, reference(make))
+    assert opt.steps == 0 or all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    backward(model, opt, zero=False)
+    opt.step()
+
+
+def gradients_assigned_by_hand(model: nn.Module, opt: Any) -> None:
+    parameters = list(model.parameters())
+    for p, g in zip(parameters, torch.autograd.grad(F.cross_entropy(model(X), Y), parameters), strict=True):
+        p.grad = g
+    opt.step()
+
+
+def gradients_of_torch_func(model: nn.Module, opt: Any) -> None:
+    loss = lambda p: F.cross_entropy(torch.func.functional_call(model, p, (X,)), Y)
+    for name, g in torch.func.grad(loss)(dict(model.named_parameters())).items():
+        model.get_parameter(name).grad = g
+    opt.step()
+
+
+def zeroed_gradients_of_another_batch(model: nn.Module, opt: Any) -> None:
+    backward(model, opt, 10 * X, Y.flip(0))  # a batch that is thought better of
+    backward(model, opt)
+    opt.step()
+
+
+def zero_grad_just_before_backward(model: nn.Module, opt: Any) -> None:
+    loss = F.cross_entropy(model(X), Y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+
+
+def steps_within_no_grad(model: nn.Module, opt: Any) -> None:
+    backward(model, opt)
+    with torch.no_grad():
+        opt.step()
+
+
+WAYS = [gradients_set_to_zeros, gradients_assigned_by_hand, gradients_of_torch_func, zeroed_gradients_of_another_batch]
+WAYS += [zero_grad_just_before_backward, steps_within_no_grad]
 
 
 @without_closure
-def test_gradients_may_be_assigned_by_hand(make: Make) -> None:
-    """Those of torch.autograd.grad, and those of torch.func.grad."""
-
-    def by_func(model: nn.Module) -> Any:
-        loss = lambda p: F.cross_entropy(torch.func.functional_call(model, p, (X,)), Y)
-        return torch.func.grad(loss)(dict(model.named_parameters())).values()
-
-    for gradients in (lambda m: torch.autograd.grad(F.cross_entropy(m(X), Y), list(m.parameters())), by_func):
-        model, opt = started(make)
-        for _ in range(12):
-            for p, g in zip(model.parameters(), gradients(model), strict=True):
-                p.grad = g
-            opt.step()
-        assert_same(model, reference(make, 12))
+@pytest.mark.parametrize("step", WAYS, ids=lambda step: step.__name__)
+def test_steps_that_are_written_in_another_way_are_the_same(make: Make, step: Callable[[nn.Module, Any], None]) -> None:
+    options = EXACT if step is zeroed_gradients_of_another_batch else {}
+    model, opt = started(make, **options)
+    for _ in range(12):
+        step(model, opt)
+    assert_same(model, reference(make, 12, **options))
 
 
 @without_closure
@@ -201,41 +186,11 @@ def test_evaluation_between_steps_changes_nothing(make: Make, device: str) -> No
 
 @every_optimizer
 def test_evaluation_without_gradients_changes_nothing(make: Make) -> None:
-    model = net(inner=nn.Dropout(0.0))
-    opt = make(model)
-
-    @torch.no_grad()
-    def evaluate() -> None:
-        model.eval()
-        model(100 * X)
-        model.train()
-
-    for _ in range(3):
-        evaluate()
-        train(model, opt, 1)
-    other = net(inner=nn.Dropout(0.0))
-    train(other, make(other))
-    assert_same(model, other)
-
-
-@without_closure
-def test_zeroed_gradients_leave_no_trace(make: Make) -> None:
-    model, opt = started(make, **EXACT)
-    for _ in range(3):
-        backward(model, opt, 10 * X, Y.flip(0))  # a batch that is thought better of
-        backward(model, opt)
-        opt.step()
-    assert_same(model, reference(make, **EXACT))
-
-
-@without_closure
-def test_zero_grad_may_come_just_before_backward(make: Make) -> None:
     model, opt = started(make)
     for _ in range(3):
-        loss = F.cross_entropy(model(X), Y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        with torch.no_grad():
+            model.eval()(100 * X)
+        train(model.train(), opt, 1)
     assert_same(model, reference(make))
 
 
@@ -266,7 +221,6 @@ def test_several_backwards_add_up(make: Make) -> None:
 
 @without_closure
 def test_two_models_of_a_gan_do_not_disturb_each_other(make: Make) -> None:
-    """A GAN: the discriminator is as without the generator's steps, whose gradients it sees and zeroes."""
     options: dict[str, Any] = EXACT | {"loss": nn.BCEWithLogitsLoss()}
     ends, judge = [], nn.functional.binary_cross_entropy_with_logits
     for with_steps in (True, False):
@@ -305,8 +259,12 @@ def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
 
 @every_optimizer
 def test_closures_return_the_loss_before_the_step(make: Make) -> None:
+    """They are called with gradients enabled, once where once is enough."""
     model, opt = started(make)
-    values = [opt.step(lambda: backward(model, opt)) for _ in range(3)]
+    calls: list[bool] = []
+    with torch.no_grad():
+        values = [opt.step(lambda: (calls.append(torch.is_grad_enabled()), backward(model, opt))[1]) for _ in range(3)]
+    assert opt.rule.needs_closure or calls == [True] * 3
     assert all(isinstance(v, torch.Tensor) and v.ndim == 0 for v in values)
     assert values[0] == F.cross_entropy(net()(X), Y) and values[2] < values[0]
     assert_same(model, reference(make))
@@ -360,17 +318,6 @@ def test_settings_of_torch_change_nothing(make: Make) -> None:
 
 
 @without_closure
-def test_steps_may_be_within_no_grad(make: Make) -> None:
-    model, opt = started(make)
-    with torch.no_grad():
-        for _ in range(3):
-            with torch.enable_grad():
-                backward(model, opt)
-            opt.step()
-    assert_same(model, reference(make))
-
-
-@without_closure
 def test_functional_calls_with_the_parameters_or_copies_train_as_the_model(make: Make) -> None:
     plain = reference(make, 12)
     for stand_in in (lambda p: p, torch.clone):
@@ -384,7 +331,6 @@ def test_functional_calls_with_the_parameters_or_copies_train_as_the_model(make:
 
 @without_closure
 def test_a_penalty_on_a_gradient_is_followed(make: Make) -> None:
-    """A penalty on the gradient by the input: it is in `.grad`, and the step follows that."""
     ends = []
     for strength in (0.0, 10.0):
         model, x = net(), X.clone().requires_grad_()

@@ -40,7 +40,7 @@ pytestmark = QUIET
 
 @dataclass
 class Output:
-    value: Tensor
+    value: Any
     note: str = ""
 
 
@@ -53,6 +53,7 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "nested": (lambda z: {"all": [{"value": z}]}, lambda r: r["all"][0]["value"]),
     "logits": (lambda z: SimpleNamespace(logits=z), lambda r: r.logits),
     "dataclass": (Output, lambda r: r.value),
+    "dict in dataclasses": (lambda z: Output(Output({"value": z})), lambda r: r.value.value["value"]),
 }
 
 
@@ -98,7 +99,6 @@ def test_sparse_embeddings_train_as_dense_ones(make: Make, device: str) -> None:
 
 @every_optimizer
 def test_tied_weights_stay_tied_and_are_trained(make: Make) -> None:
-    """One parameter, read twice, with the gradient of both reads."""
     model = Raw(lambda m, i: F.linear(m.words(i).mean(1), m.words.weight)[:, :3], words=nn.Embedding(7, 4))
     checked(make, model, words(), fall=1.0)
     two = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
@@ -137,10 +137,8 @@ def test_batch_norm_is_trained_and_its_statistics_are_those_of_sgd(make: Make) -
     models = [net(inner=nn.BatchNorm1d(6)) for _ in range(2)]
     train(models[0], make(models[0], lr=0.0), 4)
     train(models[1], torch.optim.SGD(models[1].parameters(), lr=0.0), 4)
-    buffers = [dict(model.named_buffers()) for model in models]
-    assert (
-        all(torch.equal(buffers[0][k], buffers[1][k]) for k in buffers[1]) and buffers[0]["1.num_batches_tracked"] == 4
-    )
+    one, other = (dict(model.named_buffers()) for model in models)
+    assert one["1.num_batches_tracked"] == 4 and all(torch.equal(b, other[k]) for k, b in one.items())
 
 
 @every_optimizer
@@ -192,19 +190,10 @@ def test_parameters_in_low_precision_go_where_others_go(make: Make) -> None:
 
 
 @without_closure
-def test_double_precision_is_kept(make: Make) -> None:
-    model = net().double()
+def test_double_precision_is_kept_where_it_is_the_default(make: Make, double: None) -> None:
+    model = net()
     train(model, make(model), x=X.double())
-    assert (flat(model) - flat(reference(make))).abs().max() > 0  # other random vectors, at the least
-    torch.set_default_dtype(torch.float64)
-    try:
-        other = net(1)
-        other.load_state_dict(net().state_dict())
-        other.double().load_state_dict({k: v.double() for k, v in net().float().state_dict().items()})
-        train(other, make(other), x=X.double())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert {p.dtype for p in other.parameters()} == {torch.float64}
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 @every_optimizer
@@ -286,7 +275,6 @@ def test_data_parallel_is_the_module_itself(make: Make, device: str) -> None:
 
 @without_closure
 def test_scripted_models_are_refused_and_scripted_parts_are_trained(make: Make) -> None:
-    """A whole model is refused by name; a part of one is trained by a diagonal."""
     for whole in (torch.jit.script(net()), torch.jit.trace(net(), X)):
         with pytest.raises(TypeError, match=r"model: .*scripted or traced"):
             make(whole)

@@ -21,45 +21,31 @@ from optimizers.distributed.team import TensorForm, Workers
 from support.cases.case import seeded
 from support.distributed import scenarios
 from support.distributed.processes import on_processes
-from support.distributed.scenarios import (
-    BY_CHANCE,
-    EACH,
-    ENTROPY,
-    ILL,
-    OF,
-    SAME,
-    WHOLE,
-    average,
-    flat,
-    one_of_many,
-    part,
-    run,
-)
 from support.training import mlp, train
 
 
 def apart(rank: int, size: int) -> Tensor:
     """Models that are trained apart from each other: each on its own data, and differently long."""
     alone = [dist.new_group([other]) for other in range(size)][rank]
-    x, y = part(rank, size)
+    x, y = scenarios.part(rank, size)
     ends = []
     for _ in range(2):
         with seeded(0):
             model = mlp()
         train(model, KFAC(model, distributed=Distributed(alone)), F.cross_entropy, x, y, 3 + rank)
-        ends.append(flat(model))
+        ends.append(scenarios.flat(model))
     return torch.tensor(torch.equal(*ends))
 
 
 def not_averaged(rank: int, size: int) -> str:
     model = mlp()
     opt = KFAC(model)
-    before = flat(model)
-    x, y = part(rank, size)
+    before = scenarios.flat(model)
+    x, y = scenarios.part(rank, size)
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="gradients differ between the 2 processes") as error:
         opt.step()
-    assert torch.equal(before, flat(model))
+    assert torch.equal(before, scenarios.flat(model))
     return str(error.value)
 
 
@@ -71,8 +57,8 @@ def saved(rank: int, size: int, folder: str) -> Tensor:
 def _run_on(rank: int, size: int, start: str | None, end: str | None) -> Tensor:
     with seeded(0):
         model = mlp().double()
-    x, y = part(0, 1, [EACH * WHOLE]) if size == 1 else part(rank, size)
-    opt = KFAC(model, inject=curvature.exact(), **ENTROPY)
+    x, y = scenarios.part(0, 1, [scenarios.EACH * scenarios.WHOLE]) if size == 1 else scenarios.part(rank, size)
+    opt = KFAC(model, inject=curvature.exact(), **scenarios.ENTROPY)
     if start:
         state = torch.load(start, weights_only=True)
         model.load_state_dict(state["model"])
@@ -82,9 +68,9 @@ def _run_on(rank: int, size: int, start: str | None, end: str | None) -> Tensor:
             torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, end)
         opt.zero_grad()
         F.cross_entropy(model(x.double()), y).backward()
-        average(model, size)
+        scenarios.average(model, size)
         opt.step()
-    return flat(model)
+    return scenarios.flat(model)
 
 
 def sharded_checkpoint(rank: int, size: int, folder: str) -> Tensor:
@@ -99,7 +85,7 @@ def sharded_checkpoint(rank: int, size: int, folder: str) -> Tensor:
             models.append(mlp().double())
         fully_shard(models[-1])
     opts = [KFAC(model) for model in models]
-    x, y = part(rank, size)
+    x, y = scenarios.part(rank, size)
 
     def train(k: int, steps: int) -> None:
         for _ in range(steps):
@@ -127,7 +113,7 @@ def dies(rank: int, size: int) -> str:
     """One of them is gone: the others hear of it within the process group's own time."""
     model = mlp()
     opt = KFAC(model)
-    x, y = part(rank, size)
+    x, y = scenarios.part(rank, size)
     for step in range(3):
         if step == 2 and rank == 1:
             time.sleep(4)  # longer than the others wait
@@ -146,7 +132,8 @@ def dies(rank: int, size: int) -> str:
 
 @functools.cache
 def results(size: int) -> list[dict[str, Any]]:
-    return on_processes(size, {name: run(one_of_many, name) for name in OF[size]}, seconds=20)
+    names = {name: scenarios.run(scenarios.one_of_many, name) for name in scenarios.OF[size]}
+    return on_processes(size, names, seconds=20)
 
 
 def test_processes_on_their_own(tmp_path):
@@ -155,9 +142,9 @@ def test_processes_on_their_own(tmp_path):
     names = {
         "apart": apart,
         "not averaged": not_averaged,
-        "saved": run(saved, folder=str(tmp_path)),
-        "on": run(_run_on, start=str(tmp_path / "half-1"), end=None),
-        "sharded": run(sharded_checkpoint, folder=str(tmp_path / "sharded")),
+        "saved": scenarios.run(saved, folder=str(tmp_path)),
+        "on": scenarios.run(_run_on, start=str(tmp_path / "half-1"), end=None),
+        "sharded": scenarios.run(sharded_checkpoint, folder=str(tmp_path / "sharded")),
     }
     found = on_processes(2, names, seconds=20)
     assert [result["sharded"] for result in found] == [True, True]
@@ -246,18 +233,18 @@ def test_work_is_shared_out():
         Workers(SimpleNamespace(size=3, rank=0), 0.5)
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in OF.items() for name in names])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in scenarios.OF.items() for name in names])
 def test_as_one_process_on_the_whole_batch(size: int, name: str, monkeypatch):
     found = [result.get(name, "it did not come so far") for result in results(size)]
     assert all(isinstance(x, Tensor) for x in found), next(x for x in found if not isinstance(x, Tensor))
     assert all(torch.equal(x, found[0]) for x in found)
-    if name in BY_CHANCE:
+    if name in scenarios.BY_CHANCE:
         return
     monkeypatch.setattr(scenarios, "WHOLE", size)
     # sums over shards are added up in single precision
     allowed = {"rtol": 1e-5, "atol": 1e-6} if "sharded" in name else {"rtol": 1e-9, "atol": 1e-10}
-    allowed = {"rtol": 1e-7, "atol": 1e-8} if name in ILL else allowed
-    torch.testing.assert_close(SAME[name](0, 1), found[0], **allowed)
+    allowed = {"rtol": 1e-7, "atol": 1e-8} if name in scenarios.ILL else allowed
+    torch.testing.assert_close(scenarios.SAME[name](0, 1), found[0], **allowed)
 
 
 def test_processes_that_come_later_are_seen(monkeypatch):
@@ -265,7 +252,7 @@ def test_processes_that_come_later_are_seen(monkeypatch):
     model = mlp()
     opt = KFAC(model)
     opt.load_state_dict(opt.state_dict())
-    x, _ = part(0, 1, [EACH])
+    x, _ = scenarios.part(0, 1, [scenarios.EACH])
     model(x)
     assert opt.teams.current().processes.size == 1
     given = {"is_initialized": True, "get_rank": 1, "get_world_size": 3, "get_process_group_ranks": [0, 1, 2]}

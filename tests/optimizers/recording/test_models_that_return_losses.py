@@ -280,12 +280,6 @@ def test_passes_that_are_not_trained_on(optimizer: Any):
     assert values == trained(optimizer, entropy) and "empirical" not in opt.report()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-def test_outputs_in_dataclasses(optimizer: Any):
-    model = Raw(lambda m, x: Outer("", Inner({"z": m.inner(x)})), inner=network())
-    assert train(optimizer(model), lambda x, y: entropy(model(x).inner.value["z"], y)) == trained(optimizer, entropy)
-
-
 def test_outputs_beside_the_loss_are_taken():
     """The loss function inside is then not looked at."""
     inner = network()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -48,8 +48,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     warn_once.cache_clear()
 
 
-def rows() -> tuple[nn.Module, Tensor, Tensor]:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C)), torch.randn(N, 4), torch.randint(C, (N,))
+def rows(n: int = N) -> tuple[nn.Module, Tensor, Tensor]:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C)), torch.randn(n, 4), torch.randint(C, (n,))
 
 
 def words() -> tuple[nn.Module, Tensor, Tensor]:
@@ -130,10 +130,17 @@ def own_losses(loss: Loss) -> Loss:
     return mean
 
 
+def measured(opt: Any) -> dict[str, Tensor]:
+    """The running curvature, and what the outputs were in its metric."""
+    leaves = pytree.tree_flatten_with_path(opt.store.state_dict())[0]
+    outputs = {"outputs": torch.tensor(opt.recorder.outputs.rms)}
+    return {pytree.keystr(k): x for k, x in leaves if isinstance(x, Tensor)} | outputs
+
+
 def curvature_of(
     kind: Any, make: Callable[[], Any], run: Loss, scale: float = 1.0, device: str = "cpu", **options: Any
 ) -> dict[str, Any]:
-    """The running curvature after one step, and what the outputs were in its metric."""
+    """After one step."""
     with seeded(3):
         model, x, y = make()
         model = model.double().to(device)
@@ -143,8 +150,7 @@ def curvature_of(
     value = run(model(x.to(device)), y)
     (value if scale == 1 else value * scale).backward()
     opt.step()
-    tensors = {k: x for k, x in pytree.tree_flatten_with_path(opt.store.state_dict())[0] if isinstance(x, Tensor)}
-    return {pytree.keystr(k): x for k, x in tensors.items()} | {"outputs": torch.as_tensor(opt.recorder.outputs.rms)}
+    return measured(opt)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -180,9 +186,7 @@ def test_sums(kind: str, name: str, logged: pytest.LogCaptureFixture):
     # a mean of losses that are sqrt(N) times as large has N times the matrix
     times = N**0.5 if kind == "NaturalGradient" else 1.0
     expected = curvature_of(OPTIMIZERS[kind], make, own_losses(lambda o, y: times * own(o, y)))
-    outputs = found.pop("outputs"), expected.pop("outputs")
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -265,15 +269,21 @@ def heads() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(N, 4), torch.randint(C, (N,))
 
 
-@pytest.mark.parametrize("weight", [None, W])
+SEVERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "alike": lambda o, y: F.cross_entropy(o[0], y) + F.mse_loss(o[1], torch.ones_like(o[1])),
+    "halves": lambda o, y: F.cross_entropy(o[0], y) / 2 + F.cross_entropy(o[1], y) / 2,
+    "weighted": lambda o, y: F.cross_entropy(o[0], y, weight=W) + F.mse_loss(o[1], torch.ones_like(o[1])),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
-def test_several_outputs(kind: str, weight: Tensor | None, logged: pytest.LogCaptureFixture):
+def test_several_outputs(kind: str, name: str, logged: pytest.LogCaptureFixture):
     """One factor for what comes from all of them, or none and a word about it."""
-    loss = lambda o, y: F.cross_entropy(o[0], y, weight=weight) + F.mse_loss(o[1], torch.ones_like(o[1]))
-    found = curvature_of(OPTIMIZERS[kind], heads, loss)
-    assert ("there are several" in logged.text) == (weight is not None)
-    if weight is None:
-        own = own_losses(loss)
+    found = curvature_of(OPTIMIZERS[kind], heads, SEVERAL[name])
+    assert ("there are several" in logged.text) == (name == "weighted")
+    if name != "weighted":
+        own = own_losses(SEVERAL[name])
         torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], heads, lambda o, y: own(Pair(*o), y)))
 
 
@@ -298,20 +308,17 @@ def test_batches_before_one_step(kind: str, scale: float):
     def after(losses: list[Loss]) -> dict[str, Tensor]:
         with seeded(3):
             model, x, y = padded()
-        model, x, opt = model.double(), x.double(), None
+        model, x = model.double(), x.double()
         opt = OPTIMIZERS[kind](model, inject=empirical(), damping=0.1)
         opt.grad_scale = torch.tensor(scale)
         for loss in losses:
             (loss(model(x), y) * scale).backward()
         model(x)
         opt.step()
-        return {f"{pytree.keystr(k)}": v for k, v in pytree.tree_flatten_with_path(opt.store.state_dict())[0]}
+        return measured(opt)
 
     run: list[Loss] = [lambda o, y: F.cross_entropy(o, y, weight=W), F.cross_entropy]
-    found, expected = after(run), after([own_losses(loss) for loss in run])
-    for name, x in expected.items():
-        if isinstance(x, Tensor):
-            torch.testing.assert_close(found[name], x)
+    torch.testing.assert_close(after(run), after([own_losses(loss) for loss in run]))
 
 
 def test_a_graph_that_is_used_twice(logged: pytest.LogCaptureFixture):
@@ -366,3 +373,78 @@ def test_devices(kind: str, make: Any, is_there: bool, device: str, logged: pyte
     left_out = "['inverse']" if device.startswith("cuda") else "nothing"
     own = lambda found: {k: x.cpu() for k, x in found.items() if left_out not in k}
     torch.testing.assert_close(own(found), own(expected), rtol=1e-4, atol=1e-5)
+
+
+# -- loops that divide their losses by the number of their backward passes before a step
+
+BATCH, ENTROPY = 12, F.cross_entropy
+WHOLE = [(ENTROPY, slice(BATCH))]
+parts = lambda k: [slice(n, n + BATCH // k) for n in range(0, BATCH, BATCH // k)]
+over = lambda k: lambda o, y: ENTROPY(o, y) / k
+
+
+def after(kind: str, *steps: Sequence[tuple[Loss, slice]], scale: float = 1.0) -> dict[str, Tensor]:
+    """The running curvature after steps of some losses each, of these samples."""
+    with seeded(3):
+        model, x, y = rows(BATCH)
+    model, x = model.double(), x.double()
+    opt = OPTIMIZERS[kind](model, inject=empirical(), damping=0.1)
+    opt.grad_scale = None if scale == 1 else torch.tensor(scale)
+    for losses in steps:
+        opt.zero_grad()
+        for loss, some in losses:
+            (loss(model(x[some]), y[some]) * scale).backward()
+        opt.step()
+    return measured(opt)
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+@pytest.mark.parametrize("k", [2, 4, 12])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_means_over_parts_are_the_mean_over_the_batch(kind: str, k: int, scale: float) -> None:
+    expected = after(kind, WHOLE)
+    for loss in (over(k), lambda o, y: ENTROPY(o, y) * (1 / k)):
+        torch.testing.assert_close(after(kind, [(loss, some) for some in parts(k)], scale=scale), expected)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fewer_parts_at_the_end_of_the_data_are_divided_by_as_much(kind: str) -> None:
+    four = [(over(4), some) for some in parts(4)]
+    for rest in (1, 3):
+        expected = after(kind, WHOLE, [(ENTROPY, slice(rest * BATCH // 4))])
+        torch.testing.assert_close(after(kind, four, four[:rest]), expected)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parts_that_are_not_divided_stay_as_they_are(kind: str) -> None:
+    torch.testing.assert_close(after(kind, [(ENTROPY, some) for some in parts(3)]), after(kind, WHOLE))
+
+
+# Losses that are the user's own as they stand.
+OWN: dict[str, list[tuple[Loss, slice]]] = {
+    "half, once": [(over(2), slice(BATCH))],
+    "halves of three": [(over(2), some) for some in parts(3)],
+    "unequal": [(over(4), slice(6)), (over(4 / 3), slice(6, 12))],
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_losses_that_are_scaled_otherwise(kind: str, name: str) -> None:
+    expected = after(kind, [(own_losses(loss), some) for loss, some in OWN[name]])
+    torch.testing.assert_close(after(kind, OWN[name]), expected)
+
+
+@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
+def test_two_losses_of_one_output_are_no_two_parts(kind: str) -> None:
+    def twice(loss: Loss) -> dict[str, Tensor]:
+        with seeded(3):
+            (model, x, y), other = rows(), torch.randint(C, (N,))
+        opt = OPTIMIZERS[kind](model.double(), inject=empirical(), damping=0.1)
+        o = model(x.double())
+        loss(o, y).backward(retain_graph=True)
+        loss(o, other).backward()
+        opt.step()
+        return measured(opt)
+
+    torch.testing.assert_close(twice(over(2)), twice(own_losses(over(2))))

@@ -1,4 +1,4 @@
-"""torch.func, forward mode and tracing through a model that an optimizer watches: no such pass is a training pass."""
+"""torch.func, forward mode, tracing and derivatives by inputs of a model that is watched: none is a training pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from curvature import empirical
+from curvature import empirical, exact
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.habits import flat
+from support.oracles.derivatives import rows
 
 OPTIMIZERS = {
     "KFAC": KFAC,
@@ -23,11 +26,11 @@ OPTIMIZERS = {
     "KFAC, empirical": lambda model: KFAC(model, inject=empirical()),
     "NaturalGradient, empirical": lambda model: NaturalGradient(model, inject=empirical()),
 }
-ADAPTIVE = {
-    "KFAC": lambda model: KFAC(model, adaptive=True),
-    "NaturalGradient": lambda model: NaturalGradient(model, adaptive=True),
-    "line search": lambda model: NaturalGradient(model, line_search=True),
-}
+ADAPTIVE: list[Callable[[nn.Module], Any]] = [
+    lambda model: KFAC(model, adaptive=True),
+    lambda model: NaturalGradient(model, adaptive=True),
+    lambda model: NaturalGradient(model, line_search=True),
+]
 copied = lambda model: {name: p.detach().clone() for name, p in model.named_parameters()}
 forward_slopes = lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
 laplacians = lambda model, x: vmap(lambda z: hessian(lambda z: model(z[None])[0, 0])(z).trace())(x) - 1
@@ -62,15 +65,14 @@ USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "jvp": lambda model, x: jvp(model, (x,), (x,))[1],
     "vjp": lambda model, x: vjp(model, x)[1](torch.ones(12, 3, dtype=x.dtype)),
     "forward mode": forward_mode,
-    "forward-mode jacobian": lambda model, x: torch.autograd.functional.jacobian(
-        model, x, vectorize=True, strategy="forward-mode"
-    ),
+    "forward-mode jacobian": lambda model, x: functional.jacobian(model, x, vectorize=True, strategy="forward-mode"),
     "make_fx": lambda model, x: make_fx(model)(x),
     "jit.trace": lambda model, x: torch.jit.trace(model, x),
 }
 
 
-def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: str) -> list[Tensor]:
+def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: str) -> Tensor:
+    """Where three steps lead, with such a use before the forward pass, after it, or after the backward pass."""
     model, (x, y) = network(), batch()
     opt = make(model)
     for _ in range(3):
@@ -81,8 +83,10 @@ def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: 
         if when == "within":
             use(model, x)
         loss.backward()
+        if when == "after":
+            use(model, x[:3])
         opt.step()
-    return [p.detach() for p in model.parameters()]
+    return flat(model)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -111,9 +115,50 @@ def test_linearize_gives_the_derivative_of_a_watched_model(name: str) -> None:
     torch.testing.assert_close(linearize(model, x)[1](x), jvp(network(), (x,), (x,))[1])
 
 
+cubes = lambda model: lambda x: model(x).pow(3).sum()
+
+
+def saliency(model: nn.Module, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).amax(1).sum(), x)
+
+
+def attack(model: nn.Module, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    model(x).square().sum().backward(inputs=[x])
+
+
+FIRST: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jacobian": lambda model, x: functional.jacobian(model, x),
+    "vjp": lambda model, x: functional.vjp(model, x, torch.ones(len(x), 3).double()),
+    "saliency": saliency,
+    "attack": attack,
+}
+
+
+SECOND: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": lambda model, x: functional.jvp(model, x, x),
+    "hessian": lambda model, x: functional.hessian(cubes(model), x[:1]),
+    "hvp": lambda model, x: functional.hvp(cubes(model), x, x),
+    "vhp": lambda model, x: functional.vhp(cubes(model), x, x),
+}
+
+# Of the second ones not with `exact`: a gradient with a graph may be what the loss is made of.
+CELLS = [*((empirical(), name) for name in [*FIRST, *SECOND]), *((exact(), name) for name in FIRST)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("inject, name", CELLS, ids=str)
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_derivatives_by_inputs_between_two_steps_do_not_count(kind: Any, inject: Any, name: str) -> None:
+    make = lambda model: kind(model, loss=nn.CrossEntropyLoss(), inject=inject)
+    found, plain = (trained(make, (FIRST | SECOND)[name], when) for when in ("after", "never"))
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
 # These passes may be training passes until many vectors arrive at once; sampled vectors have been drawn by then
 JACOBIANS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "by inputs": lambda model, x: torch.autograd.functional.jacobian(model, x, vectorize=True),
+    "by inputs": lambda model, x: functional.jacobian(model, x, vectorize=True),
     "by parameters": lambda model, x: jacrev(lambda p: functional_call(model, p, (x,)))(copied(model)),
 }
 
@@ -137,11 +182,10 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"adaptive {name}" for name in ADAPTIVE)])
-def test_losses_that_use_transforms_fall(loss: str, name: str) -> None:
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), *ADAPTIVE])
+def test_losses_that_use_transforms_fall(loss: str, make: Callable[[nn.Module], Any]) -> None:
     model, (x, y) = network(), batch()
-    is_adaptive = name.startswith("adaptive ")
-    opt = ADAPTIVE[name.removeprefix("adaptive ")](model) if is_adaptive else OPTIMIZERS[name](model)
+    opt = make(model)
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -149,14 +193,8 @@ def test_losses_that_use_transforms_fall(loss: str, name: str) -> None:
         value.backward()
         return value
 
-    first = float(closure().detach())
-    for _ in range(8):
-        if is_adaptive:
-            opt.step(closure)
-        else:
-            closure()
-            opt.step()
-    assert float(closure().detach()) < first
+    losses = [opt.step(closure).item() for _ in range(9)]
+    assert losses[-1] < losses[0]
 
 
 RESIDUALS = {
@@ -176,19 +214,13 @@ RESIDUALS = {
 def test_a_step_on_residuals_by_transforms_is_the_damped_minimum(name: str) -> None:
     model, (x, _) = network(1), batch()
     residuals = RESIDUALS[name]
-    parameters = list(model.parameters())
     values = residuals(model, x)
-    rows = [
-        torch.autograd.grad(r, parameters, retain_graph=True, allow_unused=True, materialize_grads=True) for r in values
-    ]
-    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    before = torch.cat([p.detach().flatten() for p in parameters])
-
+    jacobian, before = rows(values, model), flat(model)
     opt = NaturalGradient(model, adaptive=True)
     loss = opt.step(lambda: residuals(model, x))
 
     torch.testing.assert_close(loss, values.detach().square().sum() / 2)
-    damping, found = opt.history[-1]["damping"], torch.cat([p.detach().flatten() for p in parameters]) - before
+    damping, found = opt.history[-1]["damping"], flat(model) - before
     damped = jacobian.T @ jacobian + damping * torch.eye(len(found), dtype=torch.float64)
     torch.testing.assert_close(found, -torch.linalg.solve(damped, jacobian.T @ values.detach()), rtol=1e-6, atol=1e-8)
 

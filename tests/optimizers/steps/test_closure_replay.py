@@ -15,7 +15,7 @@ from curvature.recording import warn_once
 from optimizers import KFAC, NaturalGradient
 from optimizers.steps.closures import Replay
 from support.cases.case import Raw, seeded
-from support.training import assert_same, copied, task, train
+from support.training import assert_same, closure_of, copied, task, train
 
 pytestmark = pytest.mark.fast
 
@@ -146,30 +146,23 @@ def test_buffers_that_are_replaced_are_put_back():
 
 def test_a_closure_without_backward_never_uses_old_gradients():
     """Neither zero_grad nor backward: each step has its own gradients all the same."""
-    model, other = small(), small()
+    model, other, squares = small(), small(), lambda out, _: out.square().mean()
     opt, same = KFAC(model, adaptive=True), KFAC(other, adaptive=True)
     for k in range(3):
         x = data(8, 4, seed=k)
-
-        def whole(x: Tensor = x) -> Tensor:
-            same.zero_grad()
-            loss = other(x).square().mean()
-            loss.backward()
-            return loss
-
         opt.step(lambda x=x: model(x).square().mean())
-        same.step(whole)
+        same.step(closure_of(other, same, squares, x, x))
         assert_same(copied(model), copied(other))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: KFAC(model, adaptive=True),
-        lambda model: NaturalGradient(model, adaptive=True),
-        lambda model: NaturalGradient(model, line_search=True),
-    ],
-)
+MAKERS: dict[str, Callable[[nn.Module], KFAC]] = {
+    "KFAC": lambda model: KFAC(model, adaptive=True),
+    "NaturalGradient": lambda model: NaturalGradient(model, adaptive=True),
+    "line search": lambda model: NaturalGradient(model, line_search=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_an_error_in_a_replay_leaves_the_parameters(make: Callable[[nn.Module], KFAC]):
     model, x = small(), data(8, 4)
     opt, before = make(model), copied(model)
@@ -185,21 +178,17 @@ def test_an_error_in_a_replay_leaves_the_parameters(make: Callable[[nn.Module], 
     assert_same(copied(model), before)
 
 
-def test_a_line_search_that_finds_no_lower_loss_stays():
-    """A loss that rises wherever the parameters go."""
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_that_makes_the_loss_worse_is_rolled_back(name: str):
+    """A loss that rises wherever the parameters go: nothing is changed, and it is counted."""
     model, x = small(), data(8, 4)
-    opt, before = NaturalGradient(model, line_search=True), copied(model)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        moved = sum((p - before[name]).abs().sum() for name, p in model.named_parameters())
-        loss = model(x).square().mean() + 1e9 * moved
-        loss.backward()
-        return loss
-
-    opt.step(closure)
-    assert not opt.history[-1]["accepted"] and opt.history[-1]["step_size"] == 0
+    opt, before = MAKERS[name](model), copied(model)
+    moved = lambda: sum((p - before[name]).abs().sum() for name, p in model.named_parameters())
+    opt.step(closure_of(model, opt, lambda out, _: out.square().mean() + 1e9 * moved(), x, x))
     assert_same(copied(model), before)
+    stats = opt.stats()
+    assert stats["failures"] == 1 and not stats["accepted"]
+    assert stats["step_size"] == 0 if name == "line search" else stats["rollbacks"] > 0
 
 
 def test_parameters_without_a_gradient_stay():

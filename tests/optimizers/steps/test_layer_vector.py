@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimizers.steps import layer_vector
-from optimizers.steps.layer_vector import LayerVector, joined, layout_of, norms, of_states, to_states
+from optimizers.steps.layer_vector import LayerVector, inner, joined, layout_of, norms, of_states, to_states
 
 pytestmark = pytest.mark.fast
 
@@ -194,3 +194,11 @@ def test_numbers_are_joined_in_the_widest_precision() -> None:
     found = joined([torch.tensor([1.0, 2.0]), torch.tensor(1 / 3, dtype=torch.float64)], CPU)
     assert found.dtype == torch.float64 and found.tolist() == [1, 2, 1 / 3]
     assert joined([torch.tensor([1.0]), torch.tensor(2.0)], CPU).tolist() == [1, 2]
+
+
+def test_inner_products_are_in_single_precision_at_least() -> None:
+    one = lambda *x, dtype=torch.float64: torch.tensor(x, dtype=dtype)
+    assert inner(one(1.0, 2.0), one(3.0, 4.0)) == 11 and inner(one(1.0), one(1.0)).dtype == torch.float64
+    low = inner(one(256.0, 1.0, dtype=torch.bfloat16), one(1.0, 1.0, dtype=torch.bfloat16))
+    assert low == 257 and low.dtype == torch.float32  # 256 in bfloat16
+    assert inner(torch.ones(2, 3), torch.ones(2, 3)) == 6

@@ -209,9 +209,8 @@ def test_no_layer_moves_by_more_than_a_share_of_its_norm() -> None:
     """Norms (3, 4), (0, 0) and (6, 8) of weight and bias; where they are less than one, one stands in."""
     layers = [("aw", "ab"), ("bw", "bb"), ("cw", "cb")]
     layout = layout_of(layers, {name: torch.zeros(1) for layer in layers for name in layer}, lambda name: None)
-    cut = lambda lengths, trust: within_trust(
-        layout, 2.0, trust, lengths, [3.0, 4.0, 0.0, 0.0, 6.0, 8.0], [1.0, 1.0, 0.5]
-    )
+    norms = [3.0, 4.0, 0.0, 0.0, 6.0, 8.0]
+    cut = lambda lengths, trust: within_trust(layout, 2.0, trust, lengths, norms, [1.0, 1.0, 0.5])
     assert cut([10.0, 10.0, 10.0], 0.1) == pytest.approx([0.05, 0.1 * 2**0.5 / 10, 0.5 * 0.1])
     assert cut([0.1, 0.0, 0.1], 0.1) == [2, 2, 1]
     assert cut([math.nan, math.inf, 0.1], 0.1) == [0, 0, 1]  # a direction that is not finite is none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
+import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw
 from support.compiled import Net, assert_close, batch, closure_of_loss, draw, net, values
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """No code compiled by another test, and no stance left behind."""
+    torch._dynamo.reset()
+    yield
+    gc.collect()
+    stance = torch.compiler.set_stance()
+    stance.__exit__(None, None, None)
+    assert stance.prev.stance == "default"
+
 
 Made = tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]
 How = Callable[[nn.Module, Any, dict[str, Any]], Made]
@@ -231,14 +244,6 @@ def test_compiled_in_the_middle_of_a_run(optimizer: Any):
     assert updates <= {expected, expected - 1} and backend.frame_count == 1
 
 
-def adaptive(model: nn.Module) -> KFAC:
-    return KFAC(model, adaptive=True)
-
-
-def with_line_search(model: nn.Module) -> NaturalGradient:
-    return NaturalGradient(model, line_search=True)
-
-
 def closure_of_residuals(call: Any, opt: Any, k: int) -> Tensor:
     """Their model is differentiated twice, which compiled code is not."""
     points = batch(0)[0].requires_grad_()
@@ -246,8 +251,10 @@ def closure_of_residuals(call: Any, opt: Any, k: int) -> Tensor:
     return slope[:, 0] - 1
 
 
+ADAPTIVE = functools.partial(KFAC, adaptive=True)
+SEARCH = functools.partial(NaturalGradient, line_search=True)
 CLOSURES = [
-    *((optimizer, closure_of_loss) for optimizer in (KFAC, adaptive, with_line_search)),
+    *((optimizer, closure_of_loss) for optimizer in (KFAC, ADAPTIVE, SEARCH)),
     *((optimizer, closure_of_residuals) for optimizer in (KFAC, NaturalGradient)),
 ]
 
@@ -286,3 +293,62 @@ def test_dropout_and_a_loss_inside():
         whole(*batch(k)).backward()
         opt.step()
     assert backend.frame_count == 1 and opt.skipped == 0
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+loss = nn.CrossEntropyLoss()
+FUNCTIONS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
+    "per_sample_gradients": lambda m, x, y: curvature.per_sample_gradients(m, loss, x, y),
+    "kfac": lambda m, x, y: {"": curvature.kfac(m, loss, (x, y)).to_dense()},
+    "gauss_newton": lambda m, x, y: {"": curvature.gauss_newton(m, loss, (x, y)) @ torch.ones(count(m), 1).to(x)},
+    "hessian": lambda m, x, y: {"": curvature.hessian(m, loss, (x, y)) @ torch.ones(count(m), 1).to(x)},
+    "laplacian": lambda m, x, y: dict(zip("ugl", curvature.laplacian(m, x), strict=True)),
+    "residual_jacobian": lambda m, x, y: curvature.residual_jacobian(m, lambda m, x: m(x)[:, 0], x),
+}
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+PAIRS = [(name, wrapped) for name in FUNCTIONS]
+PAIRS += [(name, how) for name in ("per_sample_gradients", "laplacian") for how in (compiled_in_place, compiled_blocks)]
+
+
+@pytest.mark.parametrize(("name", "how"), PAIRS)
+def test_functions_of_a_compiled_model(name: str, how: Callable[[nn.Module], nn.Module]):
+    x, y = batch(1)
+    expected = FUNCTIONS[name](net(), x, y)
+    model = how(net())
+    assert_close(FUNCTIONS[name](model, x, y), expected)
+    model(x)  # compiled with nothing of ours
+    assert_close(FUNCTIONS[name](model, x, y), expected)
+
+
+@pytest.mark.parametrize("how", [wrapped, compiled_in_place, compiled_blocks])
+def test_capture(how: Callable[[nn.Module], nn.Module]):
+    x, _ = batch(1)
+    plain, model = net(), how(net())
+    with curvature.capture(plain) as one:
+        expected = plain(x)
+    model(x)
+    with curvature.capture(model) as two:
+        output = model(x)
+    assert [use.names for use in one.uses] == [use.names for use in two.uses]
+    vectors = draw(2, *output.shape)
+    for b, c in zip(one.backprops(expected, vectors), two.backprops(output, vectors), strict=True):
+        torch.testing.assert_close(b, c)

@@ -1,4 +1,4 @@
-"""Gradients that the model, or the loop itself, sets to None: passes before count no more, as after zero_grad."""
+"""Gradients that are zeroed by others than the optimizer, added by hand, or differentiated once more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature import empirical
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.habits import X, Y, assert_close, net
+from support.cases.case import Raw
+from support.habits import X, Y, assert_close, flat, net
 from support.training import train
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
@@ -81,3 +83,27 @@ def test_gradients_that_stay_count_together(optimizer: Any, inject: Any) -> None
     train(whole, optimizer(whole, loss=adds, inject=inject), adds, X.double(), Y, 5)
     for model in ends:
         assert_close(model, whole)
+
+
+def last(kind: Any) -> nn.Module:
+    """A recurrent layer, of whose last output there are logits."""
+    layer, head = kind(3, 4, batch_first=True), nn.Linear(4, 3)
+    return Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=head).double()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_create_graph(kind: Any) -> None:
+    """The loop's own backprops are those of the recurrent weight, too."""
+    ends = []
+    for create_graph in (False, True):
+        torch.manual_seed(0)
+        model, x, y = last(kind), torch.randn(6, 5, 3, dtype=torch.float64), torch.tensor([0, 1, 2] * 2)
+        opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=empirical())
+        for _ in range(4):
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward(create_graph=create_graph)
+            opt.step()
+        ends.append(flat(model))
+        opt.zero_grad()  # gradients with a graph refer to themselves
+    torch.testing.assert_close(*ends)

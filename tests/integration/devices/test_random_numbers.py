@@ -1,4 +1,4 @@
-"""Models that drop out in training mode: their masks are those of the pass, also where an accelerator draws them."""
+"""Masks of dropout are those of the pass, and random numbers of an accelerator are the model's own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
+from support.training import train_by_closure
 
 N, T, D, C = 6, 5, 16, 3
 ENTROPY = nn.CrossEntropyLoss()
@@ -103,22 +105,57 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_train(name: str, make: Callable[[], nn.Module], device: str):
     model, x, y = prepared(make, device)
-    opt = OPTIMIZERS[name](model)
+    opt, losses = OPTIMIZERS[name](model), []
+    for steps in (20, 0):
+        with torch.no_grad():
+            losses.append(ENTROPY(model.eval()(x), y))
+        with seeded(1):
+            train_by_closure(model.train(), opt, ENTROPY, x, y, steps)
+    assert losses[1] < 0.7 * losses[0] and opt.skipped == 0
 
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = ENTROPY(model(x), y)
-        loss.backward()
-        return loss
 
-    model.eval()
-    with torch.no_grad():
-        before = ENTROPY(model(x), y)
-    model.train()
-    with seeded(1):
-        for _ in range(20):
-            opt.step(closure)
-    model.eval()
-    with torch.no_grad():
-        assert ENTROPY(model(x), y) < 0.7 * before
-    assert opt.skipped == 0
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adaptive": functools.partial(KFAC, adaptive=True),
+    "line search": functools.partial(NaturalGradient, line_search=True),
+    "plain": KFAC,
+}
+
+
+def problem(device: str, drop: float = 0.5) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(drop), nn.Linear(32, 3))
+        x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    return model.to(device), x.to(device), y.to(device)
+
+
+def run(maker: Callable[[nn.Module], Any], device: str, steps: int = 5) -> list[float]:
+    model, x, y = problem(device)
+    with seeded(3):
+        found = train_by_closure(model, maker(model), F.cross_entropy, x, y, steps)
+        return [*found, float(torch.rand((), device=device))]  # where the random numbers are now
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropout_is_that_of_the_same_run_on_the_cpu(name: str, device: str) -> None:
+    """Each loss is evaluated with one mask, whatever is evaluated of it beside. (The simulated device and the CPU draw
+    the same numbers.)"""
+    if device == "cuda":
+        pytest.skip("CUDA's random numbers are not the CPU's")
+    found = run(MAKERS[name], device)
+    assert found == pytest.approx(run(MAKERS[name], "cpu"), rel=1e-3)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("which", [0, 1])
+def test_nothing_public_moves_them(which: int, two_devices: tuple[str, str]) -> None:
+    model, x, y = problem(two_devices[which])
+    module = torch.get_device_module(two_devices[which])
+    generator = torch.Generator(two_devices[which]).manual_seed(0)
+    before = module.get_rng_state(two_devices[which])
+    curvature.per_sample_gradients(model, ENTROPY, x, y)
+    curvature.fisher_diagonal(model, ENTROPY, (x, y), inject=curvature.sampled(), generator=generator)
+    curvature.laplacian(model, x)
+    assert torch.equal(module.get_rng_state(two_devices[which]), before)
+    with pytest.raises(ValueError, match="random numbers"):
+        curvature.check_gradients(model, ENTROPY, x, y)

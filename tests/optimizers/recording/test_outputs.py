@@ -1,0 +1,350 @@
+"""Outputs of a model: their forms, the layer that makes them, their size in units of the curvature, their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributions, nn
+
+import curvature
+from curvature import propagated
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import Raw, seeded
+from support.habits import flat
+from support.running_blocks import rows_of
+from support.training import train
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda mean, scale: (mean, scale), lambda out: out),
+    "normal": (distributions.Normal, lambda out: (out.loc, out.scale)),
+    "independent": (
+        lambda mean, scale: distributions.Independent(distributions.Normal(mean, scale), 1),
+        lambda out: (out.base_dist.loc, out.base_dist.scale),
+    ),
+    "beside another": (
+        lambda mean, scale: (distributions.Normal(mean, scale), mean.detach()),
+        lambda out: (out[0].loc, out[0].scale),
+    ),
+    "object": (lambda mean, scale: SimpleNamespace(mean=mean, scale=scale), lambda out: (out.mean, out.scale)),
+}
+
+with seeded(0):
+    X, Y = torch.randn(12, 5).double(), torch.randn(12, 2).double()
+
+
+def policy(form: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    with seeded(1):
+        parts = {"body": nn.Linear(5, 4), "mean": nn.Linear(4, 2), "scale": nn.Linear(4, 2)}
+    run = lambda m, x: form(m.mean(h := m.body(x).tanh()), m.scale(h).exp())
+    return Raw(run, **parts).double()
+
+
+def perceptron(end: Callable[[Tensor], Tensor], *layers: nn.Module) -> nn.Module:
+    return Raw(lambda m, x: end(m.body(x)), body=nn.Sequential(nn.Linear(5, 4), nn.Tanh(), *layers)).double()
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "tuple"])
+def test_tensors_of_an_object_are_outputs(optimizer: Any, form: str) -> None:
+    """Without them parameters moved along their gradients, or those behind the distribution did."""
+    ends = []
+    for name in ("tuple", form):
+        make, parts = FORMS[name]
+        model = policy(make)
+        opt = optimizer(model)
+        for _ in range(4):
+            opt.zero_grad()
+            mean, scale = parts(model(X))
+            (-distributions.Normal(mean, scale).log_prob(Y).sum(1).mean()).backward()
+            opt.step()
+        assert "mean of others" not in opt.report()
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@OPTIMIZERS
+def test_sparse_outputs_are_as_dense_ones(optimizer: Any) -> None:
+    """Their last layer is not the one that makes the output as it is: what is sent back there is not copied."""
+    ends = []
+    for is_sparse in (False, True):
+        with seeded(1):
+            model = perceptron(lambda z: z.to_sparse() if is_sparse else z, nn.Linear(4, 3), nn.Tanh())  # noqa: B023
+        opt = optimizer(model)
+        for _ in range(4):
+            opt.zero_grad()
+            z = model(X)
+            (z.to_dense() if is_sparse else z).square().mean().backward()
+            opt.step()
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("inject", [curvature.isotropic(), curvature.exact(), curvature.empirical()], ids=repr)
+@pytest.mark.parametrize("sizes", [(8, 1), (1,), (1, 1)], ids=str)
+def test_a_squeezed_output_of_one_sample_is_an_output(optimizer: Any, inject: Any, sizes: tuple[int, ...]) -> None:
+    """The last batch of an epoch may have one sample, and `squeeze()` leaves no axis: it was taken for a loss."""
+    ends = []
+    for squeeze in (lambda z: z[:, 0], lambda z: z.squeeze()):
+        with seeded(1):
+            model = perceptron(squeeze, nn.Linear(4, 1))
+        opt = optimizer(model, loss=nn.MSELoss(), inject=inject)
+        for step in range(6):
+            opt.zero_grad()
+            for size in sizes:
+                x, y = X[step : step + size], Y[step : step + size, 0]
+                (model(x).reshape(-1) - y).square().mean().backward()
+            opt.step()
+        ends.append(flat(model))
+        assert "its loss" not in opt.report()
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+is_diagonal = lambda side: torch.equal(side, torch.diag_embed(side.diagonal(dim1=1, dim2=2)))
+
+
+def made(head: nn.Module, end: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """A body of 3 outputs, a head of 4, and what the model makes of them."""
+    return Raw(lambda m, x: end(m.head(h := m.body(x).tanh()), h), body=nn.Linear(2, 3), head=head)
+
+
+def row_side(model: nn.Module, **settings: object) -> Tensor:
+    """Of the head, after a renewal."""
+    torch.manual_seed(0)
+    x = torch.randn(50, 2)
+    opt = KFAC(model, **settings)
+    model(x).square().mean().backward()
+    opt.step()
+    (found,) = [rows_of(block) for block in opt.store.blocks if block.names[0] == "head.weight"]
+    return found
+
+
+DIRECT = {
+    "as it is": lambda out, body: out,
+    "reshaped": lambda out, body: out.view(-1, 2, 2),
+    "in another precision": lambda out, body: out.double(),
+    "beside others": lambda out, body: torch.cat([out, body], 1),
+}
+INDIRECT = {
+    "summed": lambda out, body: out.sum(1, keepdim=True),  # all backprops of a sample are one number
+    "summed over halves": lambda out, body: out.view(-1, 2, 2).sum(1),
+    "used twice": lambda out, body: torch.cat([out, out.flip(1)], 1),
+    "in another precision, and used again": lambda out, body: out.double() + 0 * out.flip(1).double(),
+    "twice as large": lambda out, body: 2 * out,
+    "flipped, in another precision": lambda out, body: (out + out.flip(1)).double(),
+    "cut out": lambda out, body: out[:, 1:3],  # a diagonal, too, which nobody tells
+}
+
+
+@pytest.mark.parametrize("end", DIRECT.values(), ids=DIRECT)
+def test_the_output_layer_has_a_diagonal(end):
+    side = row_side(made(nn.Linear(3, 4), end))
+    assert is_diagonal(side)
+    means = side.diagonal(dim1=1, dim2=2)  # of 50 squared normal numbers
+    torch.testing.assert_close(means, torch.ones(1, 4), rtol=0, atol=0.9)
+
+
+@pytest.mark.parametrize("end", INDIRECT.values(), ids=INDIRECT)
+def test_what_is_not_the_output_itself_has_none(end):
+    assert not is_diagonal(row_side(made(nn.Linear(3, 4), end)))
+
+
+def test_vectors_that_know_the_loss_have_none():
+    model, loss = made(nn.Linear(3, 4), DIRECT["as it is"]), nn.CrossEntropyLoss()
+    assert not is_diagonal(row_side(model, inject=propagated(), loss=loss))
+
+
+def test_convolutions():
+    pixels = lambda m, x: m.head(x.view(-1, 1, 1, 2).expand(-1, 1, 4, 2))
+    assert is_diagonal(row_side(Raw(pixels, head=nn.Conv2d(1, 3, 2))))
+
+
+def test_tied_weights_have_none():
+    """An autoencoder whose decoder is the transposed encoder."""
+    tied = lambda m, x: m.head(x).tanh() @ m.head.weight
+    assert not is_diagonal(row_side(Raw(tied, head=nn.Linear(2, 3, bias=False))))
+
+
+def classes() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(7, 5), torch.randint(3, (7,))
+
+
+def scale_after(opt: Any, loss: Tensor) -> Any:
+    """The optimizer's output scale, after one step."""
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return opt.recorder.outputs
+
+
+@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
+def test_fisher_measures_outputs_by_the_hessian_of_the_loss(kind: Any):
+    model, x, y = classes()
+    f = model(x).detach()
+    p = f.softmax(1)
+    expected = (torch.einsum("nc,nc->n", p, f.square()) - (p * f).sum(1).square()).mean().sqrt()
+    found = scale_after(kind(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact()), F.cross_entropy(model(x), y))
+    assert found.rms == pytest.approx(float(expected), rel=1e-5)
+    assert found.entries_per_sample == 1
+
+
+@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_empirical_fisher_measures_outputs_by_the_gradient_of_the_loss(kind: Any, scale: float):
+    model, x, y = classes()
+    f = model(x).detach()
+    expected = ((f.softmax(1) - F.one_hot(y, 3)) * f).sum(1).square().mean().sqrt()
+    opt, scaler = kind(model, inject=curvature.empirical()), torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(opt)
+    assert opt.recorder.outputs.rms == pytest.approx(float(expected), rel=1e-5)
+    assert opt.recorder.outputs.entries_per_sample == 1
+
+
+def test_isotropic_curvature_measures_entries():
+    model, x, y = classes()
+    expected = model(x).detach().square().mean().sqrt()
+    found = scale_after(KFAC(model), F.cross_entropy(model(x), y))
+    assert found.rms == pytest.approx(float(expected), rel=1e-5)
+    assert found.entries_per_sample == 3
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.2, 1.0, 3.0])], ids=["alike", "weighted"])
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_a_backward_pass_whose_gradients_are_zeroed_counts_for_nothing(kind: Any, retained: bool, weight: Any):
+    """Nor does it where its graph is sent back once more, for the gradients that count."""
+
+    def run(discarded: bool) -> tuple[list[float], Tensor]:
+        model, x, y = classes()
+        opt = kind(model, inject=curvature.empirical(), momentum=0.9)
+        scales = []
+        for n in range(3):
+            loss = F.cross_entropy(model(x + n), y, weight=weight)
+            if discarded and n == 1:
+                (loss if retained else model(x).sum()).backward(retain_graph=retained)
+                opt.zero_grad()
+            step_loss = loss if retained or not discarded else F.cross_entropy(model(x + n), y, weight=weight)
+            opt.zero_grad()
+            step_loss.backward()
+            opt.step()
+            scales.append(opt.recorder.outputs.rms)
+        return scales, flat(model)
+
+    (expected, parameters), (found, others) = run(False), run(True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(others, parameters)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_gradients_that_are_zeroed_last_still_tell_the_curvature(kind: Any):
+    """As where the loop combines gradients of several losses itself, and writes them back."""
+    model, x, y = classes()
+    opt = kind(model, inject=curvature.empirical(), factor_every=1)
+    F.cross_entropy(model(x), y).backward()
+    kept = [p.grad.clone() for p in model.parameters()]
+    opt.zero_grad()
+    for p, g in zip(model.parameters(), kept, strict=True):
+        p.grad = g
+    opt.step()
+    assert opt.recorder.outputs.rms > 0
+
+
+INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.sampled()], ids=repr)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+with seeded(0):
+    PLACES, LABELS = torch.randn(8, 4, 5), torch.randint(3, (8, 4))
+
+
+def tokens(axis: int = 1) -> nn.Module:
+    with seeded(1):
+        return Raw(lambda m, x: m.head(x).movedim(-1, axis), head=nn.Linear(5, 3))
+
+
+def entropy(out: torch.Tensor, y: torch.Tensor = LABELS) -> torch.Tensor:
+    """Of classes on either axis."""
+    return F.cross_entropy(out, y) if out.shape[1] == 3 else F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy], ids=["module", "function"])
+def test_classes_on_the_last_axis_have_the_same_curvature(optimizer: Any, loss: Any) -> None:
+    """Steps are those of a model that has its classes on axis 1."""
+    ends = []
+    for axis in (1, -1):
+        model = tokens(axis).double()
+        opt = optimizer(model, loss=loss, inject=curvature.exact())
+        train(model, opt, entropy, PLACES.double(), LABELS, 6)
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends)
+
+
+def test_the_axis_of_classes_is_part_of_a_checkpoint() -> None:
+    models = [tokens(-1).double() for _ in range(2)]
+    opts = [KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled()) for model in models]
+    for k in range(8):
+        if k == 4:
+            models[1].load_state_dict(models[0].state_dict())
+            opts[1].load_state_dict(opts[0].state_dict())
+        for model, opt in list(zip(models, opts, strict=True))[: 1 if k < 4 else 2]:
+            train(model, opt, entropy, PLACES.double(), LABELS, 1)
+    assert torch.equal(*map(flat, models))
+
+
+@OPTIMIZERS
+@INJECTIONS
+@DTYPES
+def test_classes_on_axis_1_and_other_losses_train(optimizer: Any, inject: Any, dtype: torch.dtype) -> None:
+    for loss in (
+        lambda z: F.cross_entropy(z.float(), LABELS),
+        lambda z: F.cross_entropy(z.float(), LABELS) + 0.1 * z.float().square().mean(),
+        lambda z: z.float().square().mean(),
+    ):
+        model = tokens().to(dtype)
+        opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
+        loss(model(PLACES.to(dtype))).backward()
+        before = model.head.weight.detach().clone()
+        opt.step()
+        assert not torch.equal(before, model.head.weight)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_both_axes_take_one_seed(axis: int) -> None:
+    """Processes of which one knows the axis before another go on to draw the same vectors."""
+    model = tokens(axis)
+    opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.sampled(), seed=5)
+    model(PLACES)
+    expected = torch.Generator().manual_seed(5)
+    torch.randint(1 << 62, (), generator=expected)
+    assert torch.equal(opt.recorder.generator.get_state(), expected.get_state())
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("first", ["zero", "ignored", "penalty"])
+def test_gradients_of_zero_do_not_tell_the_axis_and_do_not_count(optimizer: Any, first: str) -> None:
+    """The next ones are asked, and steps are those of a model that has its classes on axis 1."""
+    ends = []
+    for axis in (1, -1):
+        model = tokens(axis).double()
+        opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact())
+        for k in range(5):
+            opt.zero_grad()
+            value = entropy(
+                model(PLACES.double()), torch.full_like(LABELS, -100) if first == "ignored" and k < 2 else LABELS
+            )
+            value = value.nan_to_num(0.0) if first == "ignored" else value * (k >= 2)
+            (value + 0.01 * flat(model).square().sum() * (first == "penalty")).backward()
+            opt.step()
+            # KFAC and EKFAC renew their curvature at the first steps alone, then at intervals
+            assert opt.recorder.class_axis in ((0,) if k < 2 else (0, axis) if k == 2 else (axis,))
+        ends.append(flat(model))
+    if first != "penalty" or optimizer is not NaturalGradient:  # whose rows of such a step are those for axis 1
+        torch.testing.assert_close(*ends)
