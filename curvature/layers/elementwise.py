@@ -64,6 +64,8 @@ class ElementwiseRule(Rule):
             rest = {k: v.clone() if k == "arg0" and isinstance(v, Tensor) else v for k, v in args.items()}
             positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
             out = function(*positional, **rest)
+        if not out.requires_grad:
+            raise Unsupported("only its shape counts, as that of the second argument of `expand_as`")
         (per_place,) = torch.autograd.grad(out, expanded, b.to(out.dtype))
         return sum_over_broadcast(layout.front(per_place), shape, layout)
 

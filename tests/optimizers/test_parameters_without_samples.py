@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
@@ -79,3 +80,15 @@ def test_rows_and_diagonals_are_exact(forward: Forward) -> None:
     found = curvature.fisher_diagonal(model, LOSS, [(x[:2], y[:2]), (x[2:], y[2:])])
     diagonal = torch.diagonal(oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton)
     torch.testing.assert_close(torch.cat([v.flatten() for v in found.values()]), diagonal)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_a_weight_of_which_a_function_takes_the_shape_has_no_warning(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The norms of a cosine classifier's weights are expanded as these."""
+    with seeded(0):
+        model = Raw(lambda m, x: F.linear(x, F.normalize(m.w)), w=(3, 4)).double()
+        x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    losses = train(model, make(model), LOSS, x, y, 3)
+    assert losses[-1] < losses[0] and "rule failed" not in caplog.text
