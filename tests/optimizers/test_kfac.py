@@ -26,6 +26,7 @@ from support.training import (
     assert_same,
     closure_of,
     copied,
+    curvature_of,
     digits,
     draws,
     mlp,
@@ -88,6 +89,24 @@ def test_a_loss_that_adds_gives_the_same_steps():
     train(two, same, functools.partial(F.cross_entropy, reduction="sum"), x, y, 10)
     ends = [nn.utils.parameters_to_vector(model.parameters()) for model in (one, two)]
     assert (ends[0] - ends[1]).norm() < 1e-3 * ends[0].norm()
+
+
+@pytest.mark.parametrize("steps", [0, 10])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
+    """Neither parameters nor curvature are touched, it is counted, and training goes on as if it had not been."""
+    (model, opt, batch), (other, same, _) = trained(name, steps), trained(name, steps)
+    model.eval(), other.eval()  # the running statistics of a batch norm are the model's own business
+    train(model, opt, batch[0], batch[1] * math.nan, batch[2], 1)
+    assert (opt.skipped, same.skipped) == (1, 0)
+    assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
+    if opt.recorder.generator is not None:  # where it is now, the vectors of the bad batch drawn
+        same.recorder.generator = torch.Generator()
+        same.recorder.generator.set_state(opt.recorder.generator.get_state())
+    train(model, opt, *batch, 1)
+    train(other, same, *batch, 1)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
 
 
 def test_a_forward_pass_that_is_not_followed_by_a_backward_one():

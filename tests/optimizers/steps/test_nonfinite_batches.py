@@ -74,14 +74,13 @@ def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name:
     assert ordinary > 10
 
 
-CASES = [(KFAC, "mlp", "nan", 29), (KFAC, "cnn", "input", 29), (EKFAC, "mlp", "-inf", 29), (EKFAC, "cnn", "nan", 29)]
-
-
-@pytest.mark.parametrize("optimizer, name, kind, steps", [*CASES, (KFAC, "mlp", "nan", 0), (KFAC, "cnn", "input", 0)])
-def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], name: str, kind: str, steps: int):
-    """The first one, steps that renew, that invert, and that do neither; decay, momentum and trust region included."""
-    often = {"factor_every": 5, "decompose_every": 5}
-    (model, opt), (other, same), batch = pair(optimizer, name, steps, weight_decay=0.01, **often)
+@pytest.mark.parametrize(
+    "optimizer, name, kind",
+    [(KFAC, "mlp", "nan"), (KFAC, "cnn", "input"), (EKFAC, "mlp", "-inf"), (EKFAC, "cnn", "nan")],
+)
+def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], name: str, kind: str):
+    """Steps that renew, that invert, and that do neither; decay, momentum and trust region included."""
+    (model, opt), (other, same), batch = pair(optimizer, name, 29, weight_decay=0.01, factor_every=5, decompose_every=5)
     kinds = set()
     for k in range(8):
         spoiled_step(model, opt, batch, kind)
@@ -89,12 +88,12 @@ def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], 
             # the vectors of a bad batch are drawn
             same.recorder.generator.set_state(opt.recorder.generator.get_state())
         assert_same(everything(opt, model), everything(same, other))
-        assert opt.skipped == k + 1 and same.skipped == 0 and opt.steps == steps + k
-        assert opt.history[-1] == {"step": steps + k, "accepted": False}
+        assert opt.skipped == k + 1 and same.skipped == 0 and opt.steps == 29 + k
+        assert opt.history[-1] == {"step": 29 + k, "accepted": False}
         for m, o in ((model, opt), (other, same)):
             train(m, o, *batch, 1)
         kinds.add((opt.history[-1]["renewed"], opt.history[-1]["inverted"] > 0))
-    assert kinds >= {(False, False), (True, True)} or not steps
+    assert kinds >= {(False, False), (True, True)}
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient])
