@@ -67,7 +67,7 @@ class Schedule:
         if drifts:
             drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
-            self.changes_fast |= last is not None and drift > FAST * (step - last)
+            self.changes_fast |= last is not None and drift > FAST * max(step - last, 1)
 
     def note_seen(self, step: int, known: Collection[str], is_whole: bool) -> None:
         """Note after a renewal which parameters have curvature, and whether it has measured all that are trained.

@@ -260,7 +260,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
         super().zero_grad(set_to_none)
-        self.recorder.listener.reset()  # as in `_run`
+        self.recorder.listener.reset()  # after an interrupted forward pass
         self.recorder.passes.zero()
 
     # -- reports and checkpoints

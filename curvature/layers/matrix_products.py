@@ -132,8 +132,6 @@ class LinearRule(_ContractionRule):
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         x, weight = call.args["input"], call.args["weight"]
-        if slot == "bias":
-            return sum_over_broadcast(layout.front(b, len(call.shape)), call.args["bias"].shape, layout)
         if slot != "weight" or weight.ndim != 2 or layout.dim >= x.ndim - 1:
             return super().term(call, slot, b, layout)
         # the same, faster

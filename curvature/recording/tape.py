@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, RecordedCall, Rule, Unsupported
-from curvature.terms import Term, TransposedConvolution
+from curvature.terms import Term, without_bias
 
 if TYPE_CHECKING:
     from curvature.recording.model_call import ModelState
@@ -104,11 +104,15 @@ class Use:
         return data[min(data, key=lambda k: (k in biases, k in parameters))] if data else None
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether the data are as the function met them."""
+        return all(x._version == version for x, version in self.versions)
+
+    @property
     def knows_change(self) -> bool:
         """Whether the rule says how the output changes with the parameters, and these are read as they are."""
         known = self.rule is not None and type(self.rule).change is not Rule.change
-        is_unchanged = all(x._version == version for x, version in self.versions)
-        return known and is_unchanged and all(node.origin is None for node in self.slots.values())
+        return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
@@ -118,14 +122,10 @@ class Use:
         """
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
-        if any(x._version != version for x, version in self.versions):
+        if not self.is_unchanged:
             raise Unsupported("the activation was changed in place after it was read")
-        term: Any = self.rule.term(self.call, slot, b, layout)
-        if self.rule.bias_slot(self.call, slot) in self.slots:
-            return term
-        if isinstance(term, TransposedConvolution):
-            return replace(term, direct=replace(term.direct, has_bias=False))
-        return replace(term, has_bias=False) if hasattr(term, "has_bias") else term
+        term = self.rule.term(self.call, slot, b, layout)
+        return term if self.rule.bias_slot(self.call, slot) in self.slots else without_bias(term)
 
 
 class Tape:

@@ -24,11 +24,12 @@ from curvature.terms.term import (
     sum_in_place,
     to_device,
     unfold,
+    without_bias,
 )
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
     "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
     "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
-    "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold",
+    "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

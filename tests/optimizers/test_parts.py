@@ -164,6 +164,10 @@ def test_renewals_become_fewer_slowly_where_one_step_changes_the_curvature():
     assert found == [0, 1, 2, *range(4, 10), *range(11, 20, 2), *range(22, 30, 3), *range(32, 40, 4), 41, 46, 52, 58]
     found = renewals(Schedule(None, None), 60, lambda step: 1.9 * FAST if step == 4 else 2 * DRIFT)
     assert found[:6] == [0, 1, 2, 4, 7, 11]
+    schedule = Schedule(None, None)
+    for _ in range(2):  # a batch that was left out does not count as a step
+        schedule.note_renewal(3, {"a": [0.9 * FAST]})
+    assert not schedule.changes_fast
 
 
 @pytest.mark.parametrize("drift", [1.2 * DRIFT, 10 * DRIFT])
