@@ -408,7 +408,14 @@ def slope_ratio(slope: float, predicted: float) -> float:
 def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionConstants) -> bool:
     """Whether the last step went far too far; the usual ratio is negative where batches come without replacement."""
     usual = max(min(slope_ratio(state.ends, state.starts), 0.0), -c.overshoot)
-    return ratio < usual - c.overshoot and norm > c.long_gradient * state.norm
+    # in a game the spread is that of the game, and long gradients are the first sign that it gets out of hand
+    plays = state.recall < 1
+    return ratio < usual - c.overshoot and (norm > c.long_gradient * state.norm if plays else is_long(state, norm, c))
+
+
+def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
+    """Whether a gradient is much longer than the running mean, and than single batches are."""
+    return norm > max(c.long_gradient * state.norm, state.norm + c.spreads * state.spread)
 
 
 def adapted(
@@ -423,8 +430,7 @@ def adapted(
     seen = max(ratio, -c.overshoot)  # as one that is just undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
     mean, steepness = slope_ratio(ends, starts), abs(state.slope)
-    is_long = norm > max(c.long_gradient * state.norm, state.norm + c.spreads * state.spread)
-    is_unstable, is_straight = ratio < 0 and is_long, ratio > c.straight
+    is_unstable, is_straight = ratio < 0 and is_long(state, norm, c), ratio > c.straight
 
     rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
     growth = max(min(rate * mean, c.rate * mean), -c.shrink / (1 + steps))

@@ -365,11 +365,11 @@ def test_a_bad_batch_changes_nothing_and_the_second_undoes_the_last_step() -> No
 def test_an_overshoot_is_steep_and_has_a_long_gradient() -> None:
     """A small data set in epochs has steep negative slopes, too, but its gradients are of the usual length."""
 
-    def after(along: float, norm: float, usual: float = 0.0) -> Stepped:
+    def after(along: float, norm: float, usual: float = 0.0, **known: float) -> Stepped:
         """A second step whose gradient of that norm has that slope along the first step, where one is usual."""
         run = two_layers()
         run.step(**GOOD)
-        run.rule.state = run.known._replace(starts=-1.0, ends=-usual)
+        run.rule.state = run.known._replace(starts=-1.0, ends=-usual, **known)
         g = -along * run.known.slope / 0.75  # along the step of layer a, (0, -0.75)
         rest = math.sqrt(norm**2 - g * g)
         run.step(a=torch.tensor([rest, g]).double(), b=torch.zeros(2).double())
@@ -381,6 +381,10 @@ def test_an_overshoot_is_steep_and_has_a_long_gradient() -> None:
     assert after(-2.3, 3.1, -0.2).known.overshoots == 1
     for ratio, usual in ((-4.1, -9.0), (-2.1, 9.0)):  # means of slopes that have almost cancelled
         assert after(ratio, 5.0, usual).known.overshoots == 1
+    # where a few samples make the gradient of their batch long, but for a game, which gets out of hand in this way
+    for recall, times in ((1.0, 0), (0.99, 1)):
+        assert after(-2.1, 4.4, spread=1.0, recall=recall).known.overshoots == times
+    assert after(-2.1, 4.6, spread=1.0).known.overshoots == 1
     run = after(-2.1, 3.1)
     run.close(a=[3.0, 4.0], b=[0.9, 0.0])
     assert run.known.overshoots == 1 and run.opt.steps == 2 and run.rule.direction.kept == 1  # type: ignore[attr-defined]
