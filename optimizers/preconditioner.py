@@ -15,7 +15,7 @@ from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import warn_once
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
-from optimizers.distributed.team import Team, Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import ALONG, Measured
 from optimizers.recording.recorder import Recorder
@@ -47,10 +47,10 @@ class Preconditioner:
     """Solves linear systems with the damped running curvature, whose averages decay by `decay`."""
 
     def __init__(
-        self, store: CurvatureStore, recorder: Recorder, schedule: Schedule, teams: Teams, monitor: Monitor,
+        self, store: CurvatureStore, recorder: Recorder, schedule: Schedule, team: Team, monitor: Monitor,
         decay: float, owner: str,
     ) -> None:  # fmt: skip
-        self.store, self.recorder, self.schedule, self.teams, self.monitor = store, recorder, schedule, teams, monitor
+        self.store, self.recorder, self.schedule, self.team, self.monitor = store, recorder, schedule, team, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
         # whether blocks solve for gradients as they are
@@ -64,11 +64,6 @@ class Preconditioner:
     def layers(self) -> int:
         """Number of blocks that are more than diagonals."""
         return len([b for b in self.blocks if b.structure != "diagonal"])
-
-    @property
-    def team(self) -> Team:
-        """Who makes the step that goes on, as its beginning has found."""
-        return self.teams.known or self.teams.current()
 
     def gathered(self, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step; raises where their gradients differ."""

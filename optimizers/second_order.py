@@ -28,7 +28,7 @@ from optimizers.arguments import check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.model_optimizer import ModelOptimizer, check_numbers
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
@@ -75,14 +75,14 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._follow_parameters()
         passes = Passes(weakly(self._has_gradients))
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
-        self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
+        self.team = Team(config, next(self.model.parameters()).device, store, passes)
         self.recorder = Recorder(
             model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
             inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]), schedule=schedule,
-            monitor=self.monitor, teams=self.teams, backprops=backprops, owner=name,
+            monitor=self.monitor, team=self.team, backprops=backprops, owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
-            store, self.recorder, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
+            store, self.recorder, schedule, self.team, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.listener.expect(True)
         self.empty_steps = 0  # in a row
@@ -248,7 +248,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
-        if self.teams.current().processes.size > 1:
+        if self.team.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
         options: dict[str, dict[str, Any]] = {}
@@ -308,7 +308,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
-        self.teams.forget_inverses()
+        self.team.workers.made.clear()  # those of other processes are no longer valid
         self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
         rules = {name: parts[name] for name in ("rule", "residual_rule")}
@@ -382,7 +382,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             for p, state in self.state.items():
                 if isinstance(p, Tensor):
                     state |= {k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape}
-        self.teams.move(next(self.model.parameters()).device)
+        self.team.move(next(self.model.parameters()).device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from curvature.gradients import computed_weights
 from curvature.preconditioners import BatchFacts
 from curvature.recording import ParameterNode, Tape, warn_once
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import Division, SampleFactors
@@ -47,8 +47,8 @@ class LossBackprops:
 
     has_arrived: bool  # whether `deliver` has something to measure
 
-    def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
-        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
+    def __init__(self, store: Any, passes: Passes, team: Team, loss: Any) -> None:
+        self.store, self.passes, self.team, self.factors = store, passes, team, SampleFactors(loss)
         self.division = Division()
         self.discard()
 
@@ -219,7 +219,7 @@ class LayerBackprops(LossBackprops):
             self.arrived.append(arrival)
 
     def _facts(self, arrival: Arrived) -> BatchFacts:
-        found, processes = arrival.found, self.teams.current().processes
+        found, processes = arrival.found, self.team.current().processes
         return BatchFacts(found.count, processes.rank, processes.size, found.displacement)
 
     def deliver(self, scale: Callable[[], float]) -> None:
@@ -285,7 +285,7 @@ class LossRows(LossBackprops):
 
     def listen(self, found: RecordedPass) -> None:
         each = self.factors.usual(found.count)
-        unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
+        unit = each if self.team.current().processes.size == 1 else SHARED_UNIT
         self.kept.append(found)
         handles: list[Any] = []
         for k, x in enumerate(found.outputs):
@@ -304,7 +304,7 @@ class LossRows(LossBackprops):
         self.passes.note_backward(_parameters(found.tape))
         if self.is_old:
             self._forget()
-        self.passes.begin(self.teams.discard)
+        self.passes.begin(self.team.statistics.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         if not self.has_arrived:

@@ -19,7 +19,7 @@ from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
@@ -54,14 +54,14 @@ class Recorder:
 
     def __init__(
         self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,
-        passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, teams: Teams,
+        passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, team: Team,
         backprops: type[LossBackprops], owner: str,
     ) -> None:  # fmt: skip
         self.model, self.parameters, self.displacement = unwrap_compiled(model), parameters, displacement
-        self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, teams, loss)
+        self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, team, loss)
         self.outputs, self.scaling = OutputScale(), Scaling()
         self.inject, self.loss, self.seed = inject, loss, seed
-        self.schedule, self.monitor, self.teams, self.owner = schedule, monitor, teams, owner
+        self.schedule, self.monitor, self.team, self.owner = schedule, monitor, team, owner
         self.generator: torch.Generator | None = None  # of the random vectors; None before the first
         self.class_axis = 0  # of outputs with more than two axes, for cross-entropy; 0: not known yet
         self.substitute = ""  # what replaces `inject`, and why
@@ -168,7 +168,7 @@ class Recorder:
         independent: bool = False,
     ) -> None:  # fmt: skip
         """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
-        team, trained = self.teams.current(), [node.tensor for node in tape.parameters.values()]
+        team, trained = self.team.current(), [node.tensor for node in tape.parameters.values()]
         with torch.autocast(found.tensors[0].device.type, enabled=False):
             batch = BatchFacts(found.count, team.processes.rank, team.processes.size, self.displacement(), independent)
             measured = {
@@ -193,7 +193,7 @@ class Recorder:
         seed: Callable[[], int] | None = None,
     ) -> Tensor:  # fmt: skip
         """The vectors (k, *output.shape), given the axis of classes, if there are any; `seed`: of random ones."""
-        processes, seed = self.teams.current().processes, seed or self._next_seed
+        processes, seed = self.team.current().processes, seed or self._next_seed
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, seed).to(output.dtype)
         if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
@@ -251,7 +251,7 @@ class Recorder:
         """Forget the forward passes since the last step."""
         self.loss_backprops.discard()
         self.passes.forget()
-        self.teams.discard()
+        self.team.statistics.discard()
 
     # -- checkpoints
 

@@ -19,7 +19,7 @@ from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
@@ -68,10 +68,10 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
-    teams = Teams(Distributed(), torch.device("cpu"), store, passes)
+    team = Team(Distributed(), torch.device("cpu"), store, passes)
     known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False}
     recorder: Any = SimpleNamespace(passes=passes, settle=passes.settle, **known)
-    return Preconditioner(store, recorder, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
+    return Preconditioner(store, recorder, Schedule(1, 1), team, Monitor(), factor_decay, "KFAC"), passes
 
 
 def test_a_solution_is_that_with_the_dense_inverse() -> None:
