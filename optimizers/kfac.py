@@ -16,7 +16,7 @@ from optimizers.recording.loss_backprops import LayerBackprops
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Momentum
-from optimizers.steps.residuals import SubspaceSolver
+from optimizers.steps.residuals import SubspaceStep
 from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 
@@ -143,7 +143,7 @@ class KFAC(SecondOrderOptimizer):
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
-    def residual_solver(self) -> SubspaceSolver:
+    def residual_step(self) -> SubspaceStep:
         if self.structure != "kronecker":
             raise ValueError("EKFAC: the closure returned residuals, which KFAC and NaturalGradient take")
         inject, sharing = self.arguments["inject"], self.arguments["sharing"]
@@ -155,7 +155,7 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
         if sharing != "expand":
             raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
-        return SubspaceSolver()
+        return SubspaceStep()
 
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}

@@ -17,7 +17,7 @@ from optimizers.recording.loss_backprops import LossRows
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Spring
-from optimizers.steps.gauss_newton import GaussNewton
+from optimizers.steps.gauss_newton import GaussNewtonStep
 from optimizers.steps.line_search import LineSearchStep
 from optimizers.steps.rule import StepContext, StepRule
 from optimizers.steps.trust_region import TrustRegionStep
@@ -138,7 +138,7 @@ class NaturalGradient(SecondOrderOptimizer):
                 shared_option(options, name, who)
         return context
 
-    def residual_solver(self) -> GaussNewton:
+    def residual_step(self) -> GaussNewtonStep:
         solver = self.arguments["solver"]
         if self.arguments["loss"] is not None:
             raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
@@ -149,7 +149,7 @@ class NaturalGradient(SecondOrderOptimizer):
             )
         if self.arguments["layerwise"]:
             raise ValueError("layerwise: residuals are solved for all parameters together; KFAC takes layer by layer")
-        return GaussNewton(by_damping=self.arguments["adaptive"])
+        return GaussNewtonStep(by_damping=self.arguments["adaptive"])
 
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("layerwise", "adaptive")}

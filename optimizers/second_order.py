@@ -37,7 +37,7 @@ from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.closures import ClosureWatch
-from optimizers.steps.residuals import ResidualSolver, ResidualStep
+from optimizers.steps.residuals import ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
 EMPTY = (
@@ -139,8 +139,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         with self._taking_residuals():
             return self.step(closure)  # with the hooks of torch.optim
 
-    def residual_solver(self) -> ResidualSolver:
-        """Make the solver for residuals; refuses arguments that have no meaning for them."""
+    def residual_step(self) -> ResidualStep:
+        """Make the rule for residuals; refuses arguments that have no meaning for them."""
         raise NotImplementedError
 
     def _run(self, closure: Callable[[], Any] | None) -> Outcome:
@@ -232,7 +232,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise TypeError(f"{type(self).__name__}.step: the closure returned residuals, and a loss before")
         if self.residual_rule is None:
             refuse_sharded(self.model, "closure")
-            self.residual_rule = ResidualStep(self.residual_solver())
+            self.residual_rule = self.residual_step()
         try:
             yield
         except BaseException:
@@ -271,7 +271,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         MB are 10^6 bytes kept between steps; between the first forward pass and the first step, an upper bound.
         """
         if self.residual_rule is not None:
-            return "\n".join(table(self.residual_rule.solver.report(self.model)))
+            return "\n".join(table(self.residual_rule.rows(self.model)))
         rows = rows_of(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.steps))
         return "\n".join([*table(rows), *noted(self.recorder.substitute), *noted(self.rule.report())])
 
@@ -319,7 +319,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
         residual = parts["residual_rule"]
-        self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
+        self.residual_rule = None if residual is None else self.residual_step()
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -202,20 +202,29 @@ def kept_by_decay(options: Mapping[str, float]) -> float:
     return 1 - DECAY_RATE * options["lr"] * options["weight_decay"]
 
 
-@torch.no_grad()
-def set_parameters(parameters: Named, values: Named) -> None:
-    for name, value in values.items():
-        parameters[name].copy_(value)
+class Origin:
+    """Where parameters are now, to try displacements from; after an exception inside, they are there again."""
 
+    def __init__(self, parameters: Named) -> None:
+        self.parameters = parameters
+        self.values = {name: p.detach().clone() for name, p in parameters.items()}
 
-@contextmanager
-def restoring(parameters: Named, values: Named) -> Iterator[None]:
-    """After an exception the parameters have these values."""
-    try:
-        yield
-    except BaseException:
-        set_parameters(parameters, values)
-        raise
+    @torch.no_grad()
+    def move(self, displacement: Named, kept: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Move to a displacement from the parameters, of which weight decay has left that share, if any is given."""
+        for name, value in self.values.items():
+            p = self.parameters[name].copy_(value)
+            if name in kept:
+                p.mul_(kept[name])
+            if name in displacement:
+                p.add_(displacement[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            self.move({})
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
