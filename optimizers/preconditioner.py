@@ -67,21 +67,18 @@ class Preconditioner:
 
     def gathered(self, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step; raises where their gradients differ."""
-        team, passes, sums = self.team, self.recorder.passes, None
+        team, found = self.team, self.recorder.passes.take()
         if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
-            team.statistics.launch()  # before other collectives, as when the backward pass launches it
             if not any_sharded(trained.values()):
                 team.processes.check_same_gradients(gradients)
-            self.store.gather(passes.total.curvature, team.processes.all_gather_objects)
-            sums = team.statistics.finish()
-        if not self.store.blocks:
-            warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
-        found = passes.take()
-        if sums is not None:
+            self.store.gather(found.curvature, team.processes.all_gather_objects)
+            sums = team.summed(found.pop_sums(team.processes.rank, team.processes.size))
             found.curvature.along = {name: x for (name, key), x in sums.items() if key == ALONG}
             sums = {pair: x for pair, x in sums.items() if pair[1] != ALONG}
             found.curvature.blocks = self.store.statistics_from(sums)
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
+        if not self.store.blocks:
+            warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
         return found
 
     def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
@@ -152,7 +149,7 @@ class Preconditioner:
         """Whether all batches so far were empty on all processes."""
         team, found = self.team, self.recorder.was_empty and not self.blocks
         if team.processes.size > 1:
-            is_new = not team.statistics.layout  # the same on all processes
+            is_new = not team.layout  # the same on all processes
             found = is_new and team.processes.all_reduce_max([float(not found)]) == [0.0]
         return found
 

@@ -75,7 +75,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._follow_parameters()
         passes = Passes(weakly(self._has_gradients))
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
-        self.team = Team(config, next(self.model.parameters()).device, store, passes)
+        self.team = Team(config, next(self.model.parameters()).device, store)
         self.recorder = Recorder(
             model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
             inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]), schedule=schedule,

@@ -64,13 +64,12 @@ class Passes:
         self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
-        self.zeroed = 0  # how often gradients were zeroed
         self.backward = -1  # number of the last backward pass
         self.adds = False  # whether it adds to the gradients of parameters
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(
-        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None],
+        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor],
         chosen: Callable[[Tensor], Measured] | None = None,
     ) -> None:  # fmt: skip
         """Count a pass, as `measured` or `chosen` by the gradient, once one arrives that trains or has a graph."""
@@ -84,7 +83,7 @@ class Passes:
                 return
             if torch.is_grad_enabled() or is_training(parameters):
                 passes.note_backward(parameters)
-                passes.begin(discard)
+                passes.begin()
                 passes.total.add_(measured if chosen is None else chosen(gradient))
                 step = None
 
@@ -99,19 +98,17 @@ class Passes:
         if number != self.backward:
             if self.adds and not self.has_gradients():
                 self.zero()
-            self.backward, self.adds = number, adds_to_gradients(parameters)
+            self.backward, self.adds = number, is_training(parameters, adds=True)
 
-    def begin(self, discard: Callable[[], None]) -> None:
-        """A gradient arrives: forget what belongs to gradients that were zeroed, and `discard` what was sent of it."""
+    def begin(self) -> None:
+        """A gradient arrives: forget what belongs to gradients that were zeroed."""
         if self.is_old:
             self.total = Measured()
-            discard()
         self.is_old, self.arrived = False, True
 
     def zero(self) -> None:
         """Gradients are zeroed: what counted until now belongs to none, unless nothing follows before the step."""
         self.is_old = True
-        self.zeroed += 1
 
     def settle(self) -> None:
         """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
@@ -156,26 +153,16 @@ def is_batched(gradient: Tensor) -> bool:
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
-def is_training(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward pass goes on to a parameter, not only to inputs as in a Jacobian by these."""
-    for p in parameters:
-        try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
-            return True
-    return False
+def is_training(parameters: Iterable[Tensor], adds: bool = False) -> bool:
+    """Whether the running backward pass goes on to a parameter, not only to inputs as in a Jacobian by these.
 
-
-def adds_to_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward pass goes on to the ``.grad`` of a parameter, not to ``torch.autograd.grad``."""
-    for p in parameters:
-        try:
-            if isinstance(p, nn.Parameter) and torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:
-            return False
-    return False
+    With `adds`, whether it adds to the ``.grad`` of one, and is not ``torch.autograd.grad``.
+    """
+    try:
+        nodes = (get_gradient_edge(p).node for p in parameters if not adds or isinstance(p, nn.Parameter))
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
+        return not adds
 
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:

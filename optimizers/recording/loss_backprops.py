@@ -60,11 +60,6 @@ class LossBackprops:
         """Measure what has arrived; `scale` is what the loss was multiplied by, asked for only if something has."""
         raise NotImplementedError
 
-    @property
-    def is_old(self) -> bool:
-        """Whether gradients were zeroed since the first has arrived: these belong to none, unless nothing follows."""
-        return self.zeroed != self.passes.zeroed
-
     def discard(self) -> None:
         """Forget the passes since the last step."""
         self.kept: list[Any] = []  # passes, until the next step: what is on their own graph would hold them for ever
@@ -73,7 +68,7 @@ class LossBackprops:
     def _forget(self) -> None:
         """Forget what has arrived."""
         self.division.forget()
-        self.zeroed, self.has_arrived = self.passes.zeroed, False
+        self.has_arrived = False
 
 
 @dataclass
@@ -207,10 +202,11 @@ class LayerBackprops(LossBackprops):
 
     def _begin(self) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed."""
-        if self.is_old:
+        if self.passes.is_old:
             for own in self.arrived:
                 own.clear()
             self._forget()
+        self.passes.begin()
 
     def _note(self, arrival: Arrived) -> None:
         self._begin()
@@ -302,9 +298,9 @@ class LossRows(LossBackprops):
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
         self.passes.note_backward(_parameters(found.tape))
-        if self.is_old:
+        if self.passes.is_old:
             self._forget()
-        self.passes.begin(self.team.statistics.discard)
+        self.passes.begin()
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         if not self.has_arrived:

@@ -168,9 +168,9 @@ class Recorder:
         independent: bool = False,
     ) -> None:  # fmt: skip
         """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
-        team, trained = self.team.current(), [node.tensor for node in tape.parameters.values()]
+        processes, trained = self.team.current().processes, [node.tensor for node in tape.parameters.values()]
         with torch.autocast(found.tensors[0].device.type, enabled=False):
-            batch = BatchFacts(found.count, team.processes.rank, team.processes.size, self.displacement(), independent)
+            batch = BatchFacts(found.count, processes.rank, processes.size, self.displacement(), independent)
             measured = {
                 axis: Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
                 for axis, (vectors, sums) in ways.items()
@@ -183,10 +183,7 @@ class Recorder:
             return Measured() if axis is None and is_averaged else measured[axis or 1]
 
         first, asks = next(iter(measured.values())), len(measured) > 1
-        self.passes.wait(first, found.sources, trained, team.statistics.discard, chosen if asks else None)
-        if team.processes.size > 1:
-            for x in found.sources:
-                x.register_hook(lambda _: team.statistics.launch())
+        self.passes.wait(first, found.sources, trained, chosen if asks else None)
 
     def _vectors(
         self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1,
@@ -251,7 +248,6 @@ class Recorder:
         """Forget the forward passes since the last step."""
         self.loss_backprops.discard()
         self.passes.forget()
-        self.team.statistics.discard()
 
     # -- checkpoints
 

@@ -68,7 +68,7 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
-    team = Team(Distributed(), torch.device("cpu"), store, passes)
+    team = Team(Distributed(), torch.device("cpu"), store)
     known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False}
     recorder: Any = SimpleNamespace(passes=passes, settle=passes.settle, **known)
     return Preconditioner(store, recorder, Schedule(1, 1), team, Monitor(), factor_decay, "KFAC"), passes
