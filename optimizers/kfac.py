@@ -13,6 +13,7 @@ from optimizers.arguments import check_flag, check_whole
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
+from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Momentum
@@ -138,7 +139,7 @@ class KFAC(SecondOrderOptimizer):
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
         rule = TrustRegionStep(Momentum())
         super().__init__(
-            own, options, groups, arguments, config=config,
+            own, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
             store=BlockDiagonalCurvature(sharing, self.structure, block_size),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip

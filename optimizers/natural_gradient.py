@@ -14,6 +14,7 @@ from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
+from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Spring
@@ -114,17 +115,15 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        always = {"factor_every": 1, "decompose_every": 1}
         why = "solves for all parameters on every process"
-        own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
+        own, config = checked_model(type(self).__name__, model, options | arguments, why)
         trust = TrustRegionStep(Spring())
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
-            own, options, groups, arguments | always, config=config,
+            own, options, groups, arguments, config=config, schedule=Schedule(1, 1),
             store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or rule, backprops=LossRows,
         )  # fmt: skip
-        self.arguments = arguments
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         """Refuse parameters that are solved for together and have not the same damping or momentum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,33 +89,28 @@ class Preconditioner:
             found = self.gathered(gradients, trained)
             self.store.update_average(found.curvature, self.decay)
             is_renewal = self.schedule.renews(self.monitor.steps)
-            self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
-            self._note_seen(found, trained)
+            self._note_renewal(found.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
         self.recorder.outputs.update(found.outputs, found.curvature.along)
         return Renewal(is_renewal, inverted)
 
-    def _drifts(self, found: Measured) -> dict[str, list[float]]:
-        """How far the sides of each block have just moved; the same on all processes. The host waits once."""
-        if None not in (self.schedule.factor_every, self.schedule.decompose_every):
-            return {}
-        moved = [b for b in self.blocks if any(leaf.names[0] in found.curvature.blocks for leaf in b.leaves)]
-        drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
-        if not drifts:
-            return {}
-        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist())
-        return {name: [next(agreed) for _ in range(own.numel())] for name, own in drifts.items()}
+    def _note_renewal(self, seen: Mapping[str, Any], trained: Named) -> None:
+        """Tell the schedule how far blocks have moved, the same on all processes, and which there are.
 
-    def _note_seen(self, found: Measured, trained: Named) -> None:
-        """Tell the schedule which blocks there are, and whether some that are trained were not measured."""
-        seen = found.curvature.blocks
-        left = [b for b in self.blocks if not any(leaf.names[0] in seen for leaf in b.leaves)] if seen else []
-        self.schedule.note_seen(
-            self.monitor.steps,
-            {name for block in self.blocks for name in block.names},
-            not any(trained.keys() >= set(block.names) for block in left),
-        )
+        The host waits once, where an interval depends on it.
+        """
+        step, schedule = self.monitor.steps, self.schedule
+        is_seen = [any(leaf.names[0] in seen for leaf in b.leaves) for b in self.blocks]
+        drifts: dict[str, Tensor] = {}
+        if None in (schedule.factor_every, schedule.decompose_every):
+            moved = itertools.compress(self.blocks, is_seen)
+            drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
+        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist() if drifts else ())
+        schedule.note_renewal(step, {k: [next(agreed) for _ in range(own.numel())] for k, own in drifts.items()})
+        left = [b for b, known in zip(self.blocks, is_seen, strict=True) if seen and not known]
+        known = {name for block in self.blocks for name in block.names}
+        schedule.note_seen(step, known, not any(trained.keys() >= set(block.names) for block in left))
 
     def _invert_due(self, options: Options, device: torch.device) -> int:
         """Invert the blocks that are due; returns their number."""

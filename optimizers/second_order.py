@@ -63,7 +63,8 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def __init__(
         self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
-        *, config: Distributed, store: CurvatureStore, rule: StepRule, backprops: type[LossBackprops],
+        *, config: Distributed, schedule: Schedule, store: CurvatureStore, rule: StepRule,
+        backprops: type[LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options, groups)
         name = type(self).__name__
@@ -74,7 +75,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.forms: dict[int, tuple[torch.dtype, torch.device]] = {}  # that all state has, by parameter
         self._follow_parameters()
         passes = Passes(weakly(self._has_gradients))
-        schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         self.team = Team(config, next(self.model.parameters()).device, store)
         self.recorder = Recorder(
             model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
@@ -403,7 +403,7 @@ def checked_model(
         )
     check_numbers(arguments)
     for name in ("factor_every", "decompose_every"):
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             check_whole(name, arguments[name], 1, 10**9)
     check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
     inject, loss, rule = arguments["inject"], arguments["loss"], arguments["step_rule"]

@@ -199,16 +199,13 @@ class HandOverStep(StepRule):
     fits its noise; what averages over batches gets further then, and costs less.
     """
 
-    needs_closure = True
+    needs_closure, argument, evaluate = True, "(adaptive=True)", StepRule.replayed
     differentiates_model = True
 
     def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:
         self.first, self.then = AdaptiveStep(), then
         self.intervals = intervals  # of renewals and inversions afterwards; None: as before
         self.step_of_change = -1  # number of the first step that `then` makes; -1 before
-
-    def evaluate(self, context: StepContext) -> Evaluation:
-        return self.replayed(context, "(adaptive=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         if self.step_of_change >= 0:

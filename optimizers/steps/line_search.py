@@ -84,15 +84,12 @@ class LineSearch:
 class LineSearchStep(StepRule):
     """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss."""
 
-    needs_closure = True
+    needs_closure, argument, evaluate = True, "(line_search=True)", StepRule.replayed
     differentiates_model = True
 
     def __init__(self, direction: Spring) -> None:
         self.direction = direction
         self.counts: dict[str, int] = {}  # of a `LineSearch`
-
-    def evaluate(self, context: StepContext) -> Evaluation:
-        return self.replayed(context, "(line_search=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         loss, gradients, replay = evaluation.value, context.gradients(), evaluation.replay
@@ -102,7 +99,6 @@ class LineSearchStep(StepRule):
         renewal = context.renew(gradients)
         timed = context.preconditioner.monitor.timed
         with timed("solve"):
-            context.preconditioner.recorder.scaling.unscale(gradients)
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             direction = self.direction(context, g, recall=1.0)
             direction.keep()

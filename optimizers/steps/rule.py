@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -140,7 +140,8 @@ class StepRule:
     dicts of tensors by parameter name. ``docs/guides/step_rules.md`` has an example.
     """
 
-    needs_closure = False  # whether `step` requires a closure
+    needs_closure = False  # whether `step` requires a closure ...
+    argument: ClassVar[str] = ""  # ... as this argument of the optimizer asks for
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
     def evaluate(self, context: StepContext) -> Evaluation:
@@ -150,12 +151,12 @@ class StepRule:
         with torch.enable_grad():
             return Evaluation(checked_value(context.closure()))
 
-    def replayed(self, context: StepContext, argument: str = "") -> Evaluation:
-        """What the closure returns, and its `Replay`; TypeError without a closure, which `argument` asks for."""
+    def replayed(self, context: StepContext) -> Evaluation:
+        """What the closure returns, and its `Replay`; TypeError without a closure."""
         parts = context.preconditioner
         if context.closure is None:
             raise TypeError(
-                f"{parts.owner}{argument}.step: pass a closure that computes the loss of the batch, as for "
+                f"{parts.owner}{self.argument}.step: pass a closure that computes the loss of the batch, as for "
                 "torch.optim.LBFGS"
             )
         mean = parts.team.processes.all_reduce_mean
