@@ -18,7 +18,6 @@ from curvature.recording import warn_once
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
 from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import ALONG, Measured
 from optimizers.recording.recorder import Recorder
 from optimizers.schedule import Schedule
 from optimizers.solving import VectorSolver, mean_eigenvalue, solved_by_name
@@ -66,29 +65,21 @@ class Preconditioner:
         """Number of blocks that are more than diagonals."""
         return len([b for b in self.blocks if b.structure != "diagonal"])
 
-    def gathered(self, gradients: Named, trained: Named) -> Measured:
-        """The statistics of all processes since the last step; raises where their gradients differ."""
-        team, found = self.team, self.recorder.passes.take()
-        if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
-            if not any_sharded(trained.values()):
-                team.processes.check_same_gradients(gradients)
-            self.store.gather(found.curvature, team.processes.all_gather_objects)
-            sums = team.summed(found.pop_sums(team.processes.rank, team.processes.size))
-            found.curvature.along = {name: x for (name, key), x in sums.items() if key == ALONG}
-            sums = {pair: x for pair, x in sums.items() if pair[1] != ALONG}
-            found.curvature.blocks = self.store.statistics_from(sums)
-            found.outputs = {key: x for (name, key), x in sums.items() if not name}
-        if not self.store.blocks:
-            warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
-        return found
-
     def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
-        """Update the running averages by the recorded passes, and invert the blocks that are due."""
+        """Update the running averages by the recorded passes, and invert the blocks that are due.
+
+        Raises where gradients differ between processes.
+        """
+        is_renewal, processes = self.schedule.renews(self.monitor.steps), self.team.processes
         with self.monitor.timed("factors"):
-            self.recorder.settle()
-            found = self.gathered(gradients, trained)
+            found = self.recorder.take()
+            if is_renewal and processes.size > 1:
+                if not any_sharded(trained.values()):
+                    processes.check_same_gradients(gradients)
+                found.add_up(self.team)
+            if not self.blocks:
+                warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
             self.store.update_average(found.curvature, self.decay)
-            is_renewal = self.schedule.renews(self.monitor.steps)
             self._note_renewal(found.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))

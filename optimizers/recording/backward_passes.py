@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvature.functional import graph_nodes
 from curvature.preconditioners import CurvatureStatistics
+from optimizers.distributed.team import Team
 from optimizers.recording.model_outputs import Sums as OutputSums
 
 ALONG = "along"  # name of the sums `CurvatureStatistics.along`
@@ -45,13 +46,17 @@ class Measured:
         if self.outputs:
             self.outputs = {**self.outputs, "squares": times**2 * self.outputs["squares"]}
 
-    def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
-        """Return and remove the sums to all-reduce, by name of the block ("" for the outputs) and of the sum."""
-        found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}
-        found |= {("", k): x for k, x in self.outputs.items()}
-        found |= {(name, ALONG): x for name, x in self.curvature.along.items()}
-        self.curvature.blocks, self.curvature.along, self.outputs = {}, {}, {}
-        return found
+    def add_up(self, team: Team) -> None:
+        """Replace all by what all processes have measured; sums by name of block ("" for the outputs) and of sum."""
+        own, processes = self.curvature, team.processes
+        team.store.gather(own, processes.all_gather_objects)
+        each = {name: block.sums(processes.rank, processes.size) for name, block in own.blocks.items()}
+        sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
+        sums |= {("", k): x for k, x in self.outputs.items()} | {(name, ALONG): x for name, x in own.along.items()}
+        sums = team.summed(sums)
+        own.along = {name: x for (name, k), x in sums.items() if k == ALONG}
+        self.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
+        own.blocks = team.store.statistics_from({pair: x for pair, x in sums.items() if pair[1] != ALONG})
 
 
 class Passes:
@@ -115,11 +120,6 @@ class Passes:
         if not self.arrived and self.last is not None:
             self.total.add_(self.last)
         self._end()
-
-    def take(self) -> Measured:
-        """What counts, once."""
-        found, self.total = self.total, Measured()
-        return found
 
     def forget(self) -> None:
         self.total = Measured()

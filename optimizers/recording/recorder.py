@@ -222,12 +222,14 @@ class Recorder:
 
     # -- for a step
 
-    def settle(self) -> None:
-        """Complete `passes.total` for a step."""
+    def take(self) -> Measured:
+        """What the passes that count at a step have measured, once."""
         if self.listener.problem:
             raise RuntimeError(self.listener.problem)
         self.passes.settle()
         self.loss_backprops.deliver(self._loss_scale)
+        found, self.passes.total = self.passes.total, Measured()
+        return found
 
     def _loss_scale(self) -> float:
         """The factor that a GradScaler put on the loss."""

@@ -24,6 +24,7 @@ from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.recording.model_outputs import OutputScale
+from optimizers.recording.recorder import Recorder
 from optimizers.schedule import DRIFT, FAST, Schedule
 from support.running_blocks import columns_of, rows_of
 from support.training import TASKS, closure_of, task, train, train_by_closure
@@ -70,7 +71,12 @@ def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
     team = Team(Distributed(), torch.device("cpu"), store)
     known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False}
-    recorder: Any = SimpleNamespace(passes=passes, settle=passes.settle, **known)
+    known |= {
+        "listener": SimpleNamespace(problem=""),
+        "loss_backprops": SimpleNamespace(deliver=id),
+        "_loss_scale": None,
+    }
+    recorder: Any = SimpleNamespace(passes=passes, take=lambda: Recorder.take(recorder), **known)
     return Preconditioner(store, recorder, Schedule(1, 1), team, Monitor(), factor_decay, "KFAC"), passes
 
 
