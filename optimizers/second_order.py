@@ -168,16 +168,14 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.warn_of_unknown_parameters()
             if not self.monitor.steps:
                 self._warn_of_rates("initial_lr", "max_lr")  # where schedulers of torch put theirs
-        self.empty_steps += 1
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
-            self.empty_steps = 0
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()
-            self.empty_steps = 0
+        self.empty_steps = 0 if outcome.is_skipped or outcome.is_step else self.empty_steps + 1
         if self.empty_steps == MOST_EMPTY:
             warn_once(EMPTY, type(self).__name__, logger="optimizers")
         for p in [p for p, state in self.state.items() if not state]:

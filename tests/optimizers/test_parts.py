@@ -70,13 +70,9 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
     team = Team(Distributed(), torch.device("cpu"), store)
-    known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False}
-    known |= {
-        "listener": SimpleNamespace(problem=""),
-        "loss_backprops": SimpleNamespace(deliver=id),
-        "_loss_scale": None,
-    }
-    recorder: Any = SimpleNamespace(passes=passes, take=lambda: Recorder.take(recorder), **known)
+    known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False, "_loss_scale": None}
+    parts = {"listener": SimpleNamespace(problem=""), "loss_backprops": SimpleNamespace(deliver=lambda scale: None)}
+    recorder: Any = SimpleNamespace(passes=passes, take=lambda: Recorder.take(recorder), **known, **parts)
     return Preconditioner(store, recorder, Schedule(1, 1), team, Monitor(), factor_decay, "KFAC"), passes
 
 
