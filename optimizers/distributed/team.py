@@ -86,10 +86,6 @@ class TensorForm:
         order = x.dim_order()
         return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
     def flat(self, x: Tensor) -> Tensor:
         return x.permute(self.order).reshape(-1)
 
@@ -175,7 +171,7 @@ class Workers:
         found: list[Any] = [None] * len(slots)
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
-            sizes = [slots[k].size for k in alike]
+            sizes = [math.prod(slots[k].shape) for k in alike]
             if own is None:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
             else:

@@ -68,7 +68,7 @@ class LossBackprops:
     def _forget(self) -> None:
         """Forget what has arrived."""
         self.division.forget()
-        self.has_arrived = False
+        self.has_arrived, self.total = False, self.passes.total  # to which what arrives will be added
 
 
 @dataclass
@@ -202,11 +202,11 @@ class LayerBackprops(LossBackprops):
 
     def _begin(self) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed."""
-        if self.passes.is_old:
+        self.passes.begin()
+        if self.passes.total is not self.total:
             for own in self.arrived:
                 own.clear()
             self._forget()
-        self.passes.begin()
 
     def _note(self, arrival: Arrived) -> None:
         self._begin()
@@ -298,9 +298,9 @@ class LossRows(LossBackprops):
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
         self.passes.note_backward(_parameters(found.tape))
-        if self.passes.is_old:
-            self._forget()
         self.passes.begin()
+        if self.passes.total is not self.total:
+            self._forget()
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         if not self.has_arrived:
