@@ -13,10 +13,11 @@ from optimizers.arguments import check_flag, check_whole
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
+from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Momentum
-from optimizers.steps.residuals import SubspaceSolver
+from optimizers.steps.residuals import SubspaceStep
 from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 
@@ -138,12 +139,12 @@ class KFAC(SecondOrderOptimizer):
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
         rule = TrustRegionStep(Momentum())
         super().__init__(
-            own, options, groups, arguments, config=config,
+            own, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
             store=BlockDiagonalCurvature(sharing, self.structure, block_size),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
-    def residual_solver(self) -> SubspaceSolver:
+    def residual_step(self) -> SubspaceStep:
         if self.structure != "kronecker":
             raise ValueError("EKFAC: the closure returned residuals, which KFAC and NaturalGradient take")
         inject, sharing = self.arguments["inject"], self.arguments["sharing"]
@@ -155,7 +156,7 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
         if sharing != "expand":
             raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
-        return SubspaceSolver()
+        return SubspaceStep()
 
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}

@@ -14,10 +14,11 @@ from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
+from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Spring
-from optimizers.steps.gauss_newton import GaussNewton
+from optimizers.steps.gauss_newton import GaussNewtonStep
 from optimizers.steps.line_search import LineSearchStep
 from optimizers.steps.rule import StepContext, StepRule
 from optimizers.steps.trust_region import TrustRegionStep
@@ -114,17 +115,15 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        always = {"factor_every": 1, "decompose_every": 1}
         why = "solves for all parameters on every process"
-        own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
+        own, config = checked_model(type(self).__name__, model, options | arguments, why)
         trust = TrustRegionStep(Spring())
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
-            own, options, groups, arguments | always, config=config,
+            own, options, groups, arguments, config=config, schedule=Schedule(1, 1),
             store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or rule, backprops=LossRows,
         )  # fmt: skip
-        self.arguments = arguments
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         """Refuse parameters that are solved for together and have not the same damping or momentum."""
@@ -138,7 +137,7 @@ class NaturalGradient(SecondOrderOptimizer):
                 shared_option(options, name, who)
         return context
 
-    def residual_solver(self) -> GaussNewton:
+    def residual_step(self) -> GaussNewtonStep:
         solver = self.arguments["solver"]
         if self.arguments["loss"] is not None:
             raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
@@ -149,7 +148,7 @@ class NaturalGradient(SecondOrderOptimizer):
             )
         if self.arguments["layerwise"]:
             raise ValueError("layerwise: residuals are solved for all parameters together; KFAC takes layer by layer")
-        return GaussNewton(by_damping=self.arguments["adaptive"])
+        return GaussNewtonStep(by_damping=self.arguments["adaptive"])
 
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("layerwise", "adaptive")}

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import PRODUCTS, ByDevice, cat, full_precision
+from curvature.linalg import PRODUCTS, ByDevice, cat, full_precision, stack
 from curvature.operators import Named
-from curvature.preconditioners import Block, CurvatureStore, invert
+from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, invert
 from curvature.recording import warn_once
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
-from optimizers.distributed.team import Team, Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import ALONG, Measured
 from optimizers.recording.recorder import Recorder
 from optimizers.schedule import Schedule
-from optimizers.solving import VectorSolver, mean_eigenvalue, solved_by_name
-from optimizers.steps.layer_vector import LayerVector
+from optimizers.steps.layer_vector import Family, Layer, LayerVector, Layout
 
 WITHOUT_CURVATURE = (
     "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
@@ -33,6 +33,7 @@ MOST_WORK = ByDevice(2 * 10**7, 10**11)
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Options = Mapping[str, Mapping[str, Any]]
+Piece = Callable[[LayerVector, Named], Tensor]  # solves for layers that follow each other, flat; by name what is known
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Preconditioner:
     """Solves linear systems with the damped running curvature, whose averages decay by `decay`."""
 
     def __init__(
-        self, store: CurvatureStore, recorder: Recorder, schedule: Schedule, teams: Teams, monitor: Monitor,
+        self, store: CurvatureStore, recorder: Recorder, schedule: Schedule, team: Team, monitor: Monitor,
         decay: float, owner: str,
     ) -> None:  # fmt: skip
-        self.store, self.recorder, self.schedule, self.teams, self.monitor = store, recorder, schedule, teams, monitor
+        self.store, self.recorder, self.schedule, self.team, self.monitor = store, recorder, schedule, team, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
         # whether blocks solve for gradients as they are
@@ -65,64 +66,43 @@ class Preconditioner:
         """Number of blocks that are more than diagonals."""
         return len([b for b in self.blocks if b.structure != "diagonal"])
 
-    @property
-    def team(self) -> Team:
-        """Who makes the step that goes on, as its beginning has found."""
-        return self.teams.known or self.teams.current()
-
-    def gathered(self, gradients: Named, trained: Named) -> Measured:
-        """The statistics of all processes since the last step; raises where their gradients differ."""
-        team, passes, sums = self.team, self.recorder.passes, None
-        if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
-            team.statistics.launch()  # before other collectives, as when the backward pass launches it
-            if not any_sharded(trained.values()):
-                team.processes.check_same_gradients(gradients)
-            self.store.gather(passes.total.curvature, team.processes.all_gather_objects)
-            sums = team.statistics.finish()
-        if not self.store.blocks:
-            warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
-        found = passes.take()
-        if sums is not None:
-            found.curvature.along = {name: x for (name, key), x in sums.items() if key == ALONG}
-            sums = {pair: x for pair, x in sums.items() if pair[1] != ALONG}
-            found.curvature.blocks = self.store.statistics_from(sums)
-            found.outputs = {key: x for (name, key), x in sums.items() if not name}
-        return found
-
     def renew(self, gradients: Named, trained: Named, options: Options) -> Renewal:
-        """Update the running averages by the recorded passes, and invert the blocks that are due."""
+        """Update the running averages by the recorded passes, and invert the blocks that are due.
+
+        Raises where gradients differ between processes.
+        """
+        is_renewal, processes = self.schedule.renews(self.monitor.steps), self.team.processes
         with self.monitor.timed("factors"):
-            self.recorder.settle()
-            found = self.gathered(gradients, trained)
+            found = self.recorder.take()
+            if is_renewal and processes.size > 1:
+                if not any_sharded(trained.values()):
+                    processes.check_same_gradients(gradients)
+                found.add_up(self.team)
+            if not self.blocks:
+                warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
             self.store.update_average(found.curvature, self.decay)
-            is_renewal = self.schedule.renews(self.monitor.steps)
-            self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
-            self._note_seen(found, trained)
+            self._note_renewal(found.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
         self.recorder.outputs.update(found.outputs, found.curvature.along)
         return Renewal(is_renewal, inverted)
 
-    def _drifts(self, found: Measured) -> dict[str, list[float]]:
-        """How far the sides of each block have just moved; the same on all processes. The host waits once."""
-        if None not in (self.schedule.factor_every, self.schedule.decompose_every):
-            return {}
-        moved = [b for b in self.blocks if any(leaf.names[0] in found.curvature.blocks for leaf in b.leaves)]
-        drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
-        if not drifts:
-            return {}
-        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist())
-        return {name: [next(agreed) for _ in range(own.numel())] for name, own in drifts.items()}
+    def _note_renewal(self, seen: Mapping[str, Any], trained: Named) -> None:
+        """Tell the schedule how far blocks have moved, the same on all processes, and which there are.
 
-    def _note_seen(self, found: Measured, trained: Named) -> None:
-        """Tell the schedule which blocks there are, and whether some that are trained were not measured."""
-        seen = found.curvature.blocks
-        left = [b for b in self.blocks if not any(leaf.names[0] in seen for leaf in b.leaves)] if seen else []
-        self.schedule.note_seen(
-            self.monitor.steps,
-            {name for block in self.blocks for name in block.names},
-            not any(trained.keys() >= set(block.names) for block in left),
-        )
+        The host waits once, where an interval depends on it.
+        """
+        step, schedule = self.monitor.steps, self.schedule
+        is_seen = [any(leaf.names[0] in seen for leaf in b.leaves) for b in self.blocks]
+        drifts: dict[str, Tensor] = {}
+        if None in (schedule.factor_every, schedule.decompose_every):
+            moved = itertools.compress(self.blocks, is_seen)
+            drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
+        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist() if drifts else ())
+        schedule.note_renewal(step, {k: [next(agreed) for _ in range(own.numel())] for k, own in drifts.items()})
+        left = [b for b, known in zip(self.blocks, is_seen, strict=True) if seen and not known]
+        known = {name for block in self.blocks for name in block.names}
+        schedule.note_seen(step, known, not any(trained.keys() >= set(block.names) for block in left))
 
     def _invert_due(self, options: Options, device: torch.device) -> int:
         """Invert the blocks that are due; returns their number."""
@@ -157,7 +137,7 @@ class Preconditioner:
         """Whether all batches so far were empty on all processes."""
         team, found = self.team, self.recorder.was_empty and not self.blocks
         if team.processes.size > 1:
-            is_new = not team.statistics.layout  # the same on all processes
+            is_new = not team.layout  # the same on all processes
             found = is_new and team.processes.all_reduce_max([float(not found)]) == [0.0]
         return found
 
@@ -201,3 +181,102 @@ def _in_parts(blocks: Sequence[Block], costs: Mapping[str, Sequence[float]], mos
             work = cost
         parts[-1].append(block)
     return parts
+
+
+# -- vectors of all layers: equal ones together, in few calls and without a copy that could be avoided
+
+
+class VectorSolver:
+    """``(M + damping)^-1`` for vectors of one layout; without curvature, over the mean eigenvalue of all."""
+
+    def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
+        self.layout, layers = layout, set(layout.layers)
+        ready = [b for b in blocks if b.is_ready and set(layout.names).issuperset(b.names)]
+        # where weight and bias have options of their own, they are not one layer of the vector
+        whole = {b.names: b for b in ready if isinstance(b, KroneckerBlock) and b.names in layers}
+        self.others = [b for b in ready if b.names not in whole]
+        known = {name for b in self.others for name in b.names}
+        # layers without curvature; the mean eigenvalue that stands in changes with every renewal
+        self.left = [layer for layer in layout.layers if layer not in whole and not known.issuperset(layer)]
+        made = partial(_pieces, whole=whole, known=known, mean=mean_eigenvalue(ready if self.left else ()))
+        families = enumerate(layout.families)
+        self.pieces: list[list[Piece]] = [
+            [piece for k, family in itertools.islice(families, len(run)) for piece in made(k, family)]
+            for run in layout.runs
+        ]
+
+    def __call__(self, vector: LayerVector) -> LayerVector:
+        known = solved_by_name(self.others, vector) if self.others else {}
+        each = [[piece(vector, known) for piece in own] for own in self.pieces]
+        return LayerVector(self.layout, [own[0] if len(own) == 1 else torch.cat(own) for own in each])
+
+
+def _pieces(number: int, family: Family, whole: Mapping[Layer, Any], known: set[str], mean: Tensor) -> Iterator[Piece]:
+    """For a family of layers: one for all that follow each other and are solved for in one way."""
+
+    def way(k: int) -> Any:
+        layer = family.layers[k]
+        if (block := whole.get(layer)) is None:
+            return known.issuperset(layer)
+        return (block.inverse.form, type(block), block.scheme) if block.inverse.form is not None else block
+
+    for _, alike in itertools.groupby(range(len(family.layers)), way):
+        first, *others = alike
+        at = slice(first, first + 1 + len(others))
+        layers = family.layers[at]
+        if layers[0] in whole:
+            yield _kronecker_piece([whole[layer] for layer in layers], number, at, family)
+        elif known.issuperset(layers[0]):
+            yield partial(_named_piece, layers, family)
+        else:
+            yield partial(_scaled_piece, number, at, mean)
+
+
+def _named_piece(layers: Sequence[Layer], family: Family, vector: LayerVector, known: Named) -> Tensor:
+    return family.joined([torch.stack([known[name] for name in names]) for names in zip(*layers, strict=True)])
+
+
+def _scaled_piece(number: int, at: slice, mean: Tensor, vector: LayerVector, known: Named) -> Tensor:
+    rows = vector.rows[number][at]
+    return (rows / mean.to(rows)).view(-1)
+
+
+def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Family) -> Piece:
+    block = blocks[0]
+    inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
+    here, dtype = block.scheme.arrangement, block.scheme.dtype
+    groups, outputs, inputs = here.sides
+    # whether layers are in memory as matrices
+    if here.order is None and (len(here.shapes) == 1 or family.rows == groups * outputs):
+
+        def solve(vector: LayerVector, known: Named) -> Tensor:
+            rows = vector.rows[number]
+            x = (rows if len(blocks) == len(rows) else rows[at]).view(-1, outputs, inputs)
+            return inverse(x if x.dtype == dtype else x.to(dtype)).view(-1).to(rows.dtype)
+
+        return solve
+
+    def rearranged(vector: LayerVector, known: Named) -> Tensor:
+        rows = vector.rows[number][at]
+        x = here.to_matrices(family.split(rows)).to(dtype)
+        u = inverse(x.reshape(-1, outputs, inputs), own=len(here.shapes) > 1).view_as(x)
+        return family.joined(here.from_matrices(u)).to(rows.dtype)
+
+    return rearranged
+
+
+def solved_by_name(blocks: Sequence[Block], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for kind in dict.fromkeys(type(b) for b in blocks):
+        alike = [b for b in blocks if type(b) is kind]
+        solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
+        found |= {k: u for b, own in zip(alike, solutions, strict=True) for k, u in zip(b.names, own, strict=True)}
+    return found
+
+
+def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:
+    """The mean eigenvalue over all blocks, a scalar; 1 without blocks."""
+    if not blocks:
+        return torch.ones((), device="cpu")
+    traces = stack(b.mean_eigenvalue.float() * b.dimension for b in blocks)
+    return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)

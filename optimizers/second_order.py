@@ -28,7 +28,7 @@ from optimizers.arguments import check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.model_optimizer import ModelOptimizer, check_numbers
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
@@ -37,7 +37,7 @@ from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.closures import ClosureWatch
-from optimizers.steps.residuals import ResidualSolver, ResidualStep
+from optimizers.steps.residuals import ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
 EMPTY = (
@@ -63,7 +63,8 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def __init__(
         self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
-        *, config: Distributed, store: CurvatureStore, rule: StepRule, backprops: type[LossBackprops],
+        *, config: Distributed, schedule: Schedule, store: CurvatureStore, rule: StepRule,
+        backprops: type[LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options, groups)
         name = type(self).__name__
@@ -74,15 +75,14 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.forms: dict[int, tuple[torch.dtype, torch.device]] = {}  # that all state has, by parameter
         self._follow_parameters()
         passes = Passes(weakly(self._has_gradients))
-        schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
-        self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
+        self.team = Team(config, next(self.model.parameters()).device, store)
         self.recorder = Recorder(
             model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
             inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]), schedule=schedule,
-            monitor=self.monitor, teams=self.teams, backprops=backprops, owner=name,
+            monitor=self.monitor, team=self.team, backprops=backprops, owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
-            store, self.recorder, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
+            store, self.recorder, schedule, self.team, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.listener.expect(True)
         self.empty_steps = 0  # in a row
@@ -139,8 +139,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         with self._taking_residuals():
             return self.step(closure)  # with the hooks of torch.optim
 
-    def residual_solver(self) -> ResidualSolver:
-        """Make the solver for residuals; refuses arguments that have no meaning for them."""
+    def residual_step(self) -> ResidualStep:
+        """Make the rule for residuals; refuses arguments that have no meaning for them."""
         raise NotImplementedError
 
     def _run(self, closure: Callable[[], Any] | None) -> Outcome:
@@ -168,16 +168,14 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.warn_of_unknown_parameters()
             if not self.monitor.steps:
                 self._warn_of_rates("initial_lr", "max_lr")  # where schedulers of torch put theirs
-        self.empty_steps += 1
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
-            self.empty_steps = 0
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()
-            self.empty_steps = 0
+        self.empty_steps = 0 if outcome.is_skipped or outcome.is_step else self.empty_steps + 1
         if self.empty_steps == MOST_EMPTY:
             warn_once(EMPTY, type(self).__name__, logger="optimizers")
         for p in [p for p, state in self.state.items() if not state]:
@@ -232,7 +230,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise TypeError(f"{type(self).__name__}.step: the closure returned residuals, and a loss before")
         if self.residual_rule is None:
             refuse_sharded(self.model, "closure")
-            self.residual_rule = ResidualStep(self.residual_solver())
+            self.residual_rule = self.residual_step()
         try:
             yield
         except BaseException:
@@ -248,7 +246,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
-        if self.teams.current().processes.size > 1:
+        if self.team.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
         options: dict[str, dict[str, Any]] = {}
@@ -271,7 +269,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         MB are 10^6 bytes kept between steps; between the first forward pass and the first step, an upper bound.
         """
         if self.residual_rule is not None:
-            return "\n".join(table(self.residual_rule.solver.report(self.model)))
+            return "\n".join(table(self.residual_rule.rows(self.model)))
         rows = rows_of(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.steps))
         return "\n".join([*table(rows), *noted(self.recorder.substitute), *noted(self.rule.report())])
 
@@ -308,7 +306,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
-        self.teams.forget_inverses()
+        self.team.workers.made.clear()  # those of other processes are no longer valid
         self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
         rules = {name: parts[name] for name in ("rule", "residual_rule")}
@@ -319,7 +317,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
         residual = parts["residual_rule"]
-        self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
+        self.residual_rule = None if residual is None else self.residual_step()
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)
@@ -382,7 +380,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             for p, state in self.state.items():
                 if isinstance(p, Tensor):
                     state |= {k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape}
-        self.teams.move(next(self.model.parameters()).device)
+        self.team.move(next(self.model.parameters()).device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
@@ -403,7 +401,7 @@ def checked_model(
         )
     check_numbers(arguments)
     for name in ("factor_every", "decompose_every"):
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             check_whole(name, arguments[name], 1, 10**9)
     check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
     inject, loss, rule = arguments["inject"], arguments["loss"], arguments["step_rule"]

@@ -121,25 +121,17 @@ class Processes:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
 
-    def all_reduce_sums(self, tensors: Sequence[Tensor], group: Any) -> Callable[[], list[Tensor]]:
-        """Start an all-reduce of tensors in flat buffers; returns a function that waits for the sums."""
-        parts: list[tuple[list[int], Tensor, Any]] = []
+    def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all processes, in flat buffers."""
+        found: list[Any] = [None] * len(tensors)
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
             flat = torch.cat([tensors[k].reshape(-1) for k in alike])
-            works = [dist.all_reduce(x, group=group, async_op=True) for x in flat.split(BUCKET_ENTRIES)]
-            parts.append((alike, flat, works))
-
-        def wait() -> list[Tensor]:
-            found: list[Any] = [None] * len(tensors)
-            for alike, flat, works in parts:
-                for work in works:
-                    work.wait()
-                for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
-                    found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
-            return found
-
-        return wait
+            for work in [dist.all_reduce(x, group=self.group, async_op=True) for x in flat.split(BUCKET_ENTRIES)]:
+                work.wait()
+            for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
+                found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
+        return found
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""

@@ -1,6 +1,6 @@
 """The processes that train a model together: who decomposes which block (KAISA), and the sums of their statistics.
 
-Statistics are all-reduced from the backward pass on, and inverses broadcast to the processes that keep them.
+Statistics are all-reduced at renewals, and inverses broadcast to the processes that keep them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,50 +19,58 @@ from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block, CurvatureStore
 from optimizers.distributed.processes import Distributed, Processes
-from optimizers.recording.backward_passes import Passes
 
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
 
-@dataclass(frozen=True)
 class Team:
-    """The processes, which of them decomposes which block, and the all-reduce of their statistics."""
+    """The processes, which of them decomposes which block, and sums over them."""
 
-    processes: Processes
-    workers: Workers
-    statistics: Statistics
+    def __init__(self, config: Distributed, device: torch.device, store: CurvatureStore) -> None:
+        self.config, self.device, self.store = config, device, store
+        self._found()
 
-
-class Teams:
-    """Looks up the team that trains the model now; `passes` has what this process has measured."""
-
-    def __init__(self, config: Distributed, device: torch.device, store: CurvatureStore, passes: Passes) -> None:
-        self.config, self.device, self.store, self.passes = config, device, store, passes
-        self.known: Team | None = None
+    def _found(self) -> None:
+        self.processes = Processes(self.config, self.device)
+        self.workers = Workers(self.processes, self.config.gradient_worker_fraction)
+        self.layout: Layout = {}  # of the sums that all processes know
 
     def current(self) -> Team:
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        if self.known is None or self.known.processes.is_alone != is_alone:
-            processes = Processes(self.config, self.device)
-            workers = Workers(processes, self.config.gradient_worker_fraction)
-            self.known = Team(processes, workers, Statistics(processes, self.passes, self.store))
-        return self.known
-
-    def discard(self) -> None:
-        """Forget what this process has measured since the last step."""
-        if self.known is not None:
-            self.known.statistics.discard()
+        """Itself, of the processes that there are now: torch.distributed may have been initialised, or ended."""
+        if self.processes.is_alone == (dist.is_available() and dist.is_initialized()):
+            self._found()
+        return self
 
     def move(self, device: torch.device) -> None:
         """The model is on another device now."""
         if device != self.device:
-            self.device, self.known = device, None
+            self.device = device
+            self._found()
 
-    def forget_inverses(self) -> None:
-        """After a state was loaded: the inverses of other processes are no longer valid."""
-        if self.known is not None:
-            self.known.workers.made.clear()
+    def summed(self, own: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Sums over all processes of what they have measured; zeros where none has."""
+        self.layout = self._agreed(self.layout | {key: (tuple(x.shape), x.dtype) for key, x in own.items()})
+        zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=self.device)
+        each = [own[key] if key in own else zeros(*form) for key, form in self.layout.items()]
+        return dict(zip(self.layout, self.processes.all_reduce_sums(each), strict=True))
+
+    def _agreed(self, own: Layout) -> Layout:
+        """The union of the layouts in one order; makes missing blocks."""
+        mark = float(zlib.crc32(repr(own).encode()))
+        most, least = self.processes.all_reduce_max([mark, -mark])
+        if most == -least:
+            return own
+        blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
+        union: Layout = {}
+        states: dict[str, Any] = {}
+        for layout, others in self.processes.all_gather_objects((own, blocks)):
+            for key, form in layout.items():
+                if union.setdefault(key, form) != form:
+                    raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
+            states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
+        self.store.complete(list(states.values()), self.device)
+        return union
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,6 @@ class TensorForm:
     def of(x: Tensor) -> TensorForm:
         order = x.dim_order()
         return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     def flat(self, x: Tensor) -> Tensor:
         return x.permute(self.order).reshape(-1)
@@ -167,7 +171,7 @@ class Workers:
         found: list[Any] = [None] * len(slots)
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
-            sizes = [slots[k].size for k in alike]
+            sizes = [math.prod(slots[k].shape) for k in alike]
             if own is None:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
             else:
@@ -191,80 +195,3 @@ class Workers:
             own = [found[n] for n in names] if is_here else None
             if names:
                 found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))
-
-
-class Statistics:
-    """Sums over all processes of what forward passes have measured since the last renewal."""
-
-    def __init__(self, processes: Processes, passes: Passes, store: CurvatureStore) -> None:
-        self.processes, self.passes, self.store = processes, passes, store
-        self.layout: Layout = {}  # of the sums that all processes know
-        self.begun: Callable[[], list[Tensor]] | None = None
-        self.discard()
-
-    @functools.cached_property
-    def group(self) -> Any:
-        """A group of its own, since other collectives of a step come in another order. Made in the first `finish`."""
-        return self.processes.subgroup(range(self.processes.size))
-
-    def discard(self) -> None:
-        """Forget the local sums. A running all-reduce completes, and `finish` repeats it."""
-        self.sent: dict[Key, Tensor] = {}  # local sums that `launch` sent
-        self.left: dict[Key, Tensor] = {}  # local sums that `launch` left to `finish`
-        self.is_void = self.begun is not None  # whether the running all-reduce is out of date
-
-    def _taken(self) -> dict[Key, Tensor]:
-        return self.passes.total.pop_sums(self.processes.rank, self.processes.size)
-
-    def launch(self) -> None:
-        """As a backward pass begins, start to send the sums that all know; `finish` sends new and late ones."""
-        # once until `finish`, at any step, and without waiting: others may have no batch at a step
-        if self.begun is not None or not self.layout:
-            return
-        found = self._taken()
-        self.sent = {key: x for key, x in found.items() if key in self.layout}
-        self.left = {key: x for key, x in found.items() if key not in self.layout}
-        self.begun = self._total(self.layout, self.sent)
-
-    def finish(self) -> dict[Key, Tensor]:
-        """The sums over all processes."""
-        self.launch()
-        totals: dict[Key, Tensor] = {}
-        if self.begun is not None:
-            totals = dict(zip(self.layout, self.begun(), strict=True))
-        rest = self._taken()
-        rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in rest.items()}
-        layout, is_void = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
-        if is_void:
-            totals = dict(zip(self.layout, self._total(self.layout, self.sent)(), strict=True))
-        if layout:
-            for key, x in zip(layout, self._total(layout, rest)(), strict=True):
-                totals[key] = totals[key] + x if key in totals else x
-            self.layout |= layout
-        self.begun = None
-        self.discard()
-        return totals
-
-    def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
-        device = self.processes.device
-        zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
-        return self.processes.all_reduce_sums(
-            [found[key] if key in found else zeros(key) for key in layout], self.group
-        )
-
-    def _agreed(self, own: Layout) -> tuple[Layout, bool]:
-        """The union of the layouts in one order, and whether an all-reduce is out of date; makes missing blocks."""
-        mark = float(zlib.crc32(repr(own).encode()))
-        most, least, is_void = self.processes.all_reduce_max([mark, -mark, float(self.is_void)])
-        if most == -least:
-            return own, bool(is_void)
-        blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
-        union: Layout = {}
-        states: dict[str, Any] = {}
-        for layout, others in self.processes.all_gather_objects((own, blocks)):
-            for key, form in layout.items():
-                if union.setdefault(key, form) != form:
-                    raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
-            states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
-        self.store.complete(list(states.values()), self.processes.device)
-        return union, bool(is_void)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvature.functional import graph_nodes
 from curvature.preconditioners import CurvatureStatistics
+from optimizers.distributed.team import Team
 from optimizers.recording.model_outputs import Sums as OutputSums
 
 ALONG = "along"  # name of the sums `CurvatureStatistics.along`
@@ -45,13 +46,17 @@ class Measured:
         if self.outputs:
             self.outputs = {**self.outputs, "squares": times**2 * self.outputs["squares"]}
 
-    def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
-        """Return and remove the sums to all-reduce, by name of the block ("" for the outputs) and of the sum."""
-        found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}
-        found |= {("", k): x for k, x in self.outputs.items()}
-        found |= {(name, ALONG): x for name, x in self.curvature.along.items()}
-        self.curvature.blocks, self.curvature.along, self.outputs = {}, {}, {}
-        return found
+    def add_up(self, team: Team) -> None:
+        """Replace all by what all processes have measured; sums by name of block ("" for the outputs) and of sum."""
+        own, processes = self.curvature, team.processes
+        team.store.gather(own, processes.all_gather_objects)
+        each = {name: block.sums(processes.rank, processes.size) for name, block in own.blocks.items()}
+        sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
+        sums |= {("", k): x for k, x in self.outputs.items()} | {(name, ALONG): x for name, x in own.along.items()}
+        sums = team.summed(sums)
+        own.along = {name: x for (name, k), x in sums.items() if k == ALONG}
+        self.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
+        own.blocks = team.store.statistics_from({pair: x for pair, x in sums.items() if pair[1] != ALONG})
 
 
 class Passes:
@@ -64,13 +69,12 @@ class Passes:
         self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
-        self.zeroed = 0  # how often gradients were zeroed
         self.backward = -1  # number of the last backward pass
         self.adds = False  # whether it adds to the gradients of parameters
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(
-        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None],
+        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor],
         chosen: Callable[[Tensor], Measured] | None = None,
     ) -> None:  # fmt: skip
         """Count a pass, as `measured` or `chosen` by the gradient, once one arrives that trains or has a graph."""
@@ -84,7 +88,7 @@ class Passes:
                 return
             if torch.is_grad_enabled() or is_training(parameters):
                 passes.note_backward(parameters)
-                passes.begin(discard)
+                passes.begin()
                 passes.total.add_(measured if chosen is None else chosen(gradient))
                 step = None
 
@@ -99,30 +103,23 @@ class Passes:
         if number != self.backward:
             if self.adds and not self.has_gradients():
                 self.zero()
-            self.backward, self.adds = number, adds_to_gradients(parameters)
+            self.backward, self.adds = number, is_training(parameters, adds=True)
 
-    def begin(self, discard: Callable[[], None]) -> None:
-        """A gradient arrives: forget what belongs to gradients that were zeroed, and `discard` what was sent of it."""
+    def begin(self) -> None:
+        """A gradient arrives: forget what belongs to gradients that were zeroed."""
         if self.is_old:
             self.total = Measured()
-            discard()
         self.is_old, self.arrived = False, True
 
     def zero(self) -> None:
         """Gradients are zeroed: what counted until now belongs to none, unless nothing follows before the step."""
         self.is_old = True
-        self.zeroed += 1
 
     def settle(self) -> None:
         """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
         if not self.arrived and self.last is not None:
             self.total.add_(self.last)
         self._end()
-
-    def take(self) -> Measured:
-        """What counts, once."""
-        found, self.total = self.total, Measured()
-        return found
 
     def forget(self) -> None:
         self.total = Measured()
@@ -156,26 +153,16 @@ def is_batched(gradient: Tensor) -> bool:
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
-def is_training(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward pass goes on to a parameter, not only to inputs as in a Jacobian by these."""
-    for p in parameters:
-        try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
-            return True
-    return False
+def is_training(parameters: Iterable[Tensor], adds: bool = False) -> bool:
+    """Whether the running backward pass goes on to a parameter, not only to inputs as in a Jacobian by these.
 
-
-def adds_to_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward pass goes on to the ``.grad`` of a parameter, not to ``torch.autograd.grad``."""
-    for p in parameters:
-        try:
-            if isinstance(p, nn.Parameter) and torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:
-            return False
-    return False
+    With `adds`, whether it adds to the ``.grad`` of one, and is not ``torch.autograd.grad``.
+    """
+    try:
+        nodes = (get_gradient_edge(p).node for p in parameters if not adds or isinstance(p, nn.Parameter))
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
+        return not adds
 
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:

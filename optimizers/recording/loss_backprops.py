@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from curvature.gradients import computed_weights
 from curvature.preconditioners import BatchFacts
 from curvature.recording import ParameterNode, Tape, warn_once
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import Division, SampleFactors
@@ -47,8 +47,8 @@ class LossBackprops:
 
     has_arrived: bool  # whether `deliver` has something to measure
 
-    def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
-        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
+    def __init__(self, store: Any, passes: Passes, team: Team, loss: Any) -> None:
+        self.store, self.passes, self.team, self.factors = store, passes, team, SampleFactors(loss)
         self.division = Division()
         self.discard()
 
@@ -60,11 +60,6 @@ class LossBackprops:
         """Measure what has arrived; `scale` is what the loss was multiplied by, asked for only if something has."""
         raise NotImplementedError
 
-    @property
-    def is_old(self) -> bool:
-        """Whether gradients were zeroed since the first has arrived: these belong to none, unless nothing follows."""
-        return self.zeroed != self.passes.zeroed
-
     def discard(self) -> None:
         """Forget the passes since the last step."""
         self.kept: list[Any] = []  # passes, until the next step: what is on their own graph would hold them for ever
@@ -73,7 +68,7 @@ class LossBackprops:
     def _forget(self) -> None:
         """Forget what has arrived."""
         self.division.forget()
-        self.zeroed, self.has_arrived = self.passes.zeroed, False
+        self.has_arrived, self.total = False, self.passes.total  # to which what arrives will be added
 
 
 @dataclass
@@ -207,7 +202,8 @@ class LayerBackprops(LossBackprops):
 
     def _begin(self) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed."""
-        if self.is_old:
+        self.passes.begin()
+        if self.passes.total is not self.total:
             for own in self.arrived:
                 own.clear()
             self._forget()
@@ -219,7 +215,7 @@ class LayerBackprops(LossBackprops):
             self.arrived.append(arrival)
 
     def _facts(self, arrival: Arrived) -> BatchFacts:
-        found, processes = arrival.found, self.teams.current().processes
+        found, processes = arrival.found, self.team.current().processes
         return BatchFacts(found.count, processes.rank, processes.size, found.displacement)
 
     def deliver(self, scale: Callable[[], float]) -> None:
@@ -285,7 +281,7 @@ class LossRows(LossBackprops):
 
     def listen(self, found: RecordedPass) -> None:
         each = self.factors.usual(found.count)
-        unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
+        unit = each if self.team.current().processes.size == 1 else SHARED_UNIT
         self.kept.append(found)
         handles: list[Any] = []
         for k, x in enumerate(found.outputs):
@@ -302,9 +298,9 @@ class LossRows(LossBackprops):
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
         self.passes.note_backward(_parameters(found.tape))
-        if self.is_old:
+        self.passes.begin()
+        if self.passes.total is not self.total:
             self._forget()
-        self.passes.begin(self.teams.discard)
         part = found if len(found.outputs) == 1 else None
         self.division.note(part, source, found.outputs[index], gradient)
         if not self.has_arrived:

@@ -139,19 +139,10 @@ def _running_backward_passes() -> Iterator[list[Any]]:
 def _between(root: Any, source: Source) -> dict[Any, list[Edge]]:
     """The nodes on the ways from a root to the source, each with its edges that lead there."""
     found: dict[Any, list[Edge]] = {}
-    seen: set[Any] = set()
-    todo = [] if root is None else [(root, False)]
-    while todo:
-        node, is_done = todo.pop()
+    for node in graph_nodes(root):
         edges = [edge for edge in node.next_functions if edge[0] is not None]
-        if is_done:
-            leading = [edge for edge in edges if source.is_at(edge) or edge[0] in found]
-            if leading:
-                found[node] = leading
-        elif node not in seen:
-            seen.add(node)
-            todo.append((node, True))
-            todo += [(edge[0], False) for edge in edges if edge[0] not in seen and not source.is_at(edge)]
+        if leading := [edge for edge in edges if source.is_at(edge) or edge[0] in found]:
+            found[node] = leading
     return found
 
 

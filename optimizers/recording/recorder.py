@@ -19,7 +19,7 @@ from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
@@ -54,14 +54,14 @@ class Recorder:
 
     def __init__(
         self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,
-        passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, teams: Teams,
+        passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, team: Team,
         backprops: type[LossBackprops], owner: str,
     ) -> None:  # fmt: skip
         self.model, self.parameters, self.displacement = unwrap_compiled(model), parameters, displacement
-        self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, teams, loss)
+        self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, team, loss)
         self.outputs, self.scaling = OutputScale(), Scaling()
         self.inject, self.loss, self.seed = inject, loss, seed
-        self.schedule, self.monitor, self.teams, self.owner = schedule, monitor, teams, owner
+        self.schedule, self.monitor, self.team, self.owner = schedule, monitor, team, owner
         self.generator: torch.Generator | None = None  # of the random vectors; None before the first
         self.class_axis = 0  # of outputs with more than two axes, for cross-entropy; 0: not known yet
         self.substitute = ""  # what replaces `inject`, and why
@@ -168,9 +168,9 @@ class Recorder:
         independent: bool = False,
     ) -> None:  # fmt: skip
         """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
-        team, trained = self.teams.current(), [node.tensor for node in tape.parameters.values()]
+        processes, trained = self.team.current().processes, [node.tensor for node in tape.parameters.values()]
         with torch.autocast(found.tensors[0].device.type, enabled=False):
-            batch = BatchFacts(found.count, team.processes.rank, team.processes.size, self.displacement(), independent)
+            batch = BatchFacts(found.count, processes.rank, processes.size, self.displacement(), independent)
             measured = {
                 axis: Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
                 for axis, (vectors, sums) in ways.items()
@@ -183,17 +183,14 @@ class Recorder:
             return Measured() if axis is None and is_averaged else measured[axis or 1]
 
         first, asks = next(iter(measured.values())), len(measured) > 1
-        self.passes.wait(first, found.sources, trained, team.statistics.discard, chosen if asks else None)
-        if team.processes.size > 1:
-            for x in found.sources:
-                x.register_hook(lambda _: team.statistics.launch())
+        self.passes.wait(first, found.sources, trained, chosen if asks else None)
 
     def _vectors(
         self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1,
         seed: Callable[[], int] | None = None,
     ) -> Tensor:  # fmt: skip
         """The vectors (k, *output.shape), given the axis of classes, if there are any; `seed`: of random ones."""
-        processes, seed = self.teams.current().processes, seed or self._next_seed
+        processes, seed = self.team.current().processes, seed or self._next_seed
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, seed).to(output.dtype)
         if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
@@ -225,12 +222,14 @@ class Recorder:
 
     # -- for a step
 
-    def settle(self) -> None:
-        """Complete `passes.total` for a step."""
+    def take(self) -> Measured:
+        """What the passes that count at a step have measured, once."""
         if self.listener.problem:
             raise RuntimeError(self.listener.problem)
         self.passes.settle()
         self.loss_backprops.deliver(self._loss_scale)
+        found, self.passes.total = self.passes.total, Measured()
+        return found
 
     def _loss_scale(self) -> float:
         """The factor that a GradScaler put on the loss."""
@@ -251,7 +250,6 @@ class Recorder:
         """Forget the forward passes since the last step."""
         self.loss_backprops.discard()
         self.passes.forget()
-        self.teams.discard()
 
     # -- checkpoints
 

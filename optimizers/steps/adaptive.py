@@ -16,17 +16,16 @@ from curvature.operators import Named
 from curvature.preconditioners import Block
 from optimizers.steps.closures import Replay
 from optimizers.steps.layer_vector import inner
-from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
+from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature
 from optimizers.steps.rule import (
     Evaluation,
+    Origin,
     Outcome,
     Renewal,
     StepContext,
     StepRule,
     are_finite,
     kept_by_decay,
-    restoring,
-    set_parameters,
 )
 from optimizers.steps.trust_region import TrustRegionStep
 
@@ -92,14 +91,12 @@ class AdaptiveStep(StepRule):
     def _before_last_step(self, context: StepContext, replay: Replay) -> tuple[Tensor, Renewal | None]:
         """The loss before the last step, and what was renewed with it; None, and the step stays, if it is bad, too."""
         context.preconditioner.recorder.discard()
-        parameters = dict(replay.model.named_parameters())
-        there = {name: parameters[name].detach().clone() for name in self.start}
-        set_parameters(parameters, self.start)
+        there = self._back(dict(replay.model.named_parameters()))
         with context.preconditioner.monitor.timed("closure"):
             loss = replay.again()
         renewal = _renewed_if_finite(context, loss)
         if renewal is None:  # it was the batch
-            set_parameters(parameters, there)
+            there.move({})
         else:
             self.damping *= GROW
             self.forget()
@@ -110,12 +107,18 @@ class AdaptiveStep(StepRule):
         parameters = dict(replay.model.named_parameters())
         if not self.last or not self.start.keys() <= parameters.keys():  # renamed
             return replay.value.new_empty(0)
-        here = {name: parameters[name].detach().clone() for name in self.start}
-        set_parameters(parameters, self.start)
+        here = self._back(parameters)
         try:
             return replay.loss()[None]
         finally:
-            set_parameters(parameters, here)
+            here.move({})
+
+    def _back(self, parameters: Named) -> Origin:
+        """Take the last step back; where the parameters were after it."""
+        found = Origin({name: parameters[name] for name in self.start})
+        for name, value in self.start.items():
+            parameters[name].copy_(value)
+        return found
 
     def _confirm(self, before: float, loss: float) -> None:
         """Note how much of the last step's progress a new batch has seen, too."""
@@ -163,34 +166,26 @@ class AdaptiveStep(StepRule):
     ) -> dict[str, Any]:  # fmt: skip
         """Take the step with the least of the tried dampings for which the loss falls."""
         parameters = dict(replay.model.named_parameters())
-        start = {name: parameters[name].detach().clone() for d in directions for name in d}
-
-        def place(step: Named) -> None:
-            set_parameters(parameters, start)
-            for name, d in step.items():
-                parameters[name].add_(d)
+        origin = Origin({name: parameters[name] for d in directions for name in d})
 
         def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named, float]]:
             alpha = lr * model.minimum(damping)
             expected = model.value(alpha, 0.0)
             step = _combined(directions, alpha.tolist())
-            place(step)
+            origin.move(step)
             return (widen(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step, expected)
 
-        with restoring(parameters, start):
+        with origin:
             trial = first_accepted(attempt, self.damping, least_ratio, replay.value.device)
-        largest = largest_curvature(model.curvature, model.norms)
-        entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks, "accepted": trial.is_accepted}
+        self.damping = trial.next_damping(largest_curvature(model.curvature, model.norms))
         if not trial.is_accepted:
-            set_parameters(parameters, start)
-            self.damping = trial.damping_after_failure(largest)
+            origin.move({})
             self.forget()
-            return entry | {"damping": self.damping}
+            return trial.entry | {"damping": self.damping}
         alpha, self.last, expected = trial.step
-        self.start, self.progress = start, -trial.ratio * expected
-        place(self.last)  # another one may have been tried since
-        self.damping = next_damping(trial.damping, trial.ratio, largest)
-        return entry | {"step_size": float(alpha[:groups].mean()) / lr, "damping": trial.damping}
+        self.start, self.progress = origin.values, -trial.ratio * expected
+        origin.move(self.last)  # another one may have been tried since
+        return trial.entry | {"step_size": float(alpha[:groups].mean()) / lr}
 
     def forget(self) -> None:
         """Drop the last displacement: it is not a useful direction."""
@@ -204,16 +199,13 @@ class HandOverStep(StepRule):
     fits its noise; what averages over batches gets further then, and costs less.
     """
 
-    needs_closure = True
+    needs_closure, argument, evaluate = True, "(adaptive=True)", StepRule.replayed
     differentiates_model = True
 
     def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:
         self.first, self.then = AdaptiveStep(), then
         self.intervals = intervals  # of renewals and inversions afterwards; None: as before
         self.step_of_change = -1  # number of the first step that `then` makes; -1 before
-
-    def evaluate(self, context: StepContext) -> Evaluation:
-        return self.replayed(context, "(adaptive=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         if self.step_of_change >= 0:

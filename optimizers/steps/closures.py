@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from curvature.functional import TwiceDifferentiable, own_functions
+from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
 from curvature.gradients import are_adjoint, changes_by_backward_passes
 from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
@@ -49,28 +49,19 @@ WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run", LOST
 COMPLETE: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 
-def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> bool:
+def check_computed(values: Sequence[Tensor], model: nn.Module, start: int, what: str) -> bool:
     """Whether values of a closure depend on parameters; raises if these were read before node `start`, its first."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    todo = [x.grad_fn for x in values]
-    seen: set[Any] = set()
-    has_read = any(id(x) in trained for x in values)  # a loss that is a parameter
-    if has_read or not trained or not todo:
+    if not trained or not values or any(id(x) in trained for x in values):  # a loss that is a parameter
         return True
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for child, _ in node.next_functions:
-            if id(getattr(child, "variable", None)) in trained:
-                if node._sequence_nr() >= start:
-                    return True
-                has_read = True
-            todo.append(child)
-    if has_read:
+    reads = [
+        node._sequence_nr()
+        for node in graph_nodes(*(x.grad_fn for x in values))
+        if any(id(getattr(child, "variable", None)) in trained for child, _ in node.next_functions)
+    ]
+    if reads and max(reads) < start:
         raise RuntimeError(CALLED_BEFORE.format(what))
-    return False
+    return bool(reads)
 
 
 def checked_value(value: Any) -> Tensor:

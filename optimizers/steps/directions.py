@@ -43,11 +43,11 @@ class Momentum:
     def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
         layout, states = g.layout, context.states
         mean = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
-        momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
+        momenta = [context.options[names[0]]["momentum"] for names in layout.names_by_run]
         horizon = min(HORIZON + GROWTH * context.preconditioner.monitor.steps, LONGEST_HORIZON)
         horizon = max(recall * horizon, 1.0)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
-        for momentum, (first, *_) in zip(momenta, layout.first_layers, strict=True):
+        for momentum, (first, *_) in zip(momenta, layout.names_by_run, strict=True):
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])

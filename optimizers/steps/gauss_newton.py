@@ -6,15 +6,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.preconditioners import LeastSquares
-from optimizers.report import FROZEN, Row
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
-from optimizers.steps.quadratic_model import first_accepted, next_damping
-from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
-from optimizers.steps.rule import StepContext, restoring
+from optimizers.steps.quadratic_model import first_accepted
+from optimizers.steps.residuals import ResidualReplay, ResidualStep, aligned, loss_of
+from optimizers.steps.rule import StepContext
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
 CUTOFFS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
@@ -25,7 +24,7 @@ BEND_STEP = 0.1  # part of a step over which its curvature is seen
 LEAST_STEP = 2.0**-10  # for that, where no step was better
 
 
-class GaussNewton:
+class GaussNewtonStep(ResidualStep):
     """``d = -J^+ r`` in the smaller of parameter and sample space.
 
     Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
@@ -33,10 +32,11 @@ class GaussNewton:
     follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
     """
 
+    otherwise = "exact Gauss-Newton", ""
+
     def __init__(self, by_damping: bool) -> None:
+        super().__init__()
         self._by_damping = by_damping
-        self.damping = -1.0  # unknown
-        self.moves: list[dict[str, Tensor]] = []  # the last one, with momentum
         self.wait, self.pause = 0, 1  # steps to go without coarser tries, and how many after the next tries in vain
         self._counts: dict[str, int] = {}  # of a `LineSearch`
 
@@ -56,25 +56,19 @@ class GaussNewton:
 
         search = LineSearch(own, loss, evaluate, self._counts)
         step = _Step(self, problem, replay.values, search, context)
-        with restoring(own, search.starts):
+        with search.start:
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
             accept(search, found, context.options)
         is_kept = shared["momentum"] and found.step_size
         self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
         return entry | {"accepted": found.step_size > 0, "step_size": found.step_size}
 
-    def report(self, model: nn.Module) -> list[Row]:
-        return [
-            Row([name], "exact Gauss-Newton") if p.requires_grad else Row([name], "not trained", reason=FROZEN)
-            for name, p in model.named_parameters()
-        ]
-
 
 class _Step:
     """One step: the linear problem, the residuals that it is of, and how far to go along its solutions."""
 
     def __init__(
-        self, memory: GaussNewton, problem: LeastSquares, values: Tensor, search: LineSearch, context: StepContext
+        self, memory: GaussNewtonStep, problem: LeastSquares, values: Tensor, search: LineSearch, context: StepContext
     ) -> None:
         self.memory, self.problem, self.values, self.search = memory, problem, values, search
         self.options, self.timed = context.options, context.preconditioner.monitor.timed
@@ -119,12 +113,8 @@ class _Step:
             return torch.where(expected > 0, (loss - found) / expected, math.nan), LinePoint(d, math.nan, None, 1.0)
 
         trial = first_accepted(attempt, memory.damping, device=self.values.device)
-        entry = {"damping": trial.damping, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
-        if not trial.is_accepted:
-            memory.damping = trial.damping_after_failure(largest)
-            return entry, self.search.origin
-        memory.damping = next_damping(trial.damping, trial.ratio, largest)
-        return entry, trial.step
+        memory.damping = trial.next_damping(largest)
+        return trial.entry, trial.step if trial.is_accepted else self.search.origin
 
     def _direction(self, damping: float, cutoff: float = 0.0) -> Tensor:
         """``-J^+ r``, or with momentum the last displacement and what it leaves to solve for (SPRING)."""

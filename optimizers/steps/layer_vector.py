@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from optimizers.distributed.sharding import any_sharded, to_local, to_sharded
 Layer = tuple[str, ...]  # names of its parameters
 Shapes = tuple[tuple[int, ...], ...]  # of the parameters of a layer
 MOST_ENTRIES = 1 << 28  # of a vector, in one product
-WIDE = {torch.float64: torch.float64}  # the precision to sum in, which is single for all others
 
 
 class Family(NamedTuple):
@@ -39,13 +38,8 @@ class Family(NamedTuple):
     @property
     def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Shape, strides and offset of each parameter in a layer."""
-        columns, found, offset = self.size // self.rows, [], 0
-        for shape in self.shapes:
-            width = math.prod(shape) // self.rows
-            dense = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-            found.append((shape, tuple(n if n < width else n // max(width, 1) * columns for n in dense), offset))
-            offset += width
-        return found
+        parts = (x[0] for x in self.split(torch.empty(1, self.size, device="meta")))
+        return [(x.shape, x.stride(), int(x.storage_offset())) for x in parts]
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """For each parameter those of n layers (n, *shape), given their rows (n, d)."""
@@ -86,28 +80,19 @@ class Layout:
         return found if len(set(found)) < len(found) else []
 
     @functools.cached_property
-    def first_layers(self) -> list[Layer]:
-        """Of each run: what holds for it holds for all."""
-        return [run[0].layers[0] for run in self.runs]
-
-    @functools.cached_property
     def names_by_run(self) -> list[list[str]]:
+        """What holds for the first of a run holds for all."""
         return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
 
     @functools.cached_property
     def places(self) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
         """Of each run: shape, strides and offset of its tensors."""
         found = []
-        for run in self.runs:
-            starts = itertools.accumulate((family.size for family in run for _ in family.layers), initial=0)
-            each = (
-                (start, place)
-                for family in run
-                for _ in family.layers
-                for start in (next(starts),)
-                for place in family.places
-            )
-            found.append([(shape, strides, start + offset) for start, (shape, strides, offset) in each])
+        for run, sizes in zip(self.runs, self.sizes, strict=True):
+            each = [family.places for family in run for _ in family.layers]
+            starts = itertools.accumulate(sizes, initial=0)
+            both = [(start, place) for start, places in zip(starts, each, strict=False) for place in places]
+            found.append([(shape, strides, start + offset) for start, (shape, strides, offset) in both])
         return found
 
     @functools.cached_property
@@ -167,12 +152,6 @@ class LayerVector(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout.names)
-
-    def items(self) -> ItemsView[str, Tensor]:
-        return self.views.items()
-
-    def values(self) -> ValuesView[Tensor]:
-        return self.views.values()
 
     def __len__(self) -> int:
         return len(self.layout.names)
@@ -302,7 +281,7 @@ def inner(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = WIDE.get(one.dtype, torch.float32)
+    dtype = torch.float64 if one.dtype == torch.float64 else torch.float32
     return (one, other) if one.dtype == other.dtype == dtype else (one.to(dtype), other.to(dtype))
 
 

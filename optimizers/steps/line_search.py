@@ -18,13 +18,13 @@ from optimizers.steps.quadratic_model import tried_together
 from optimizers.steps.rule import (
     Evaluation,
     Named,
+    Origin,
     Outcome,
     StepContext,
     StepRule,
     are_finite,
     kept_by_decay,
     layout_of_step,
-    restoring,
 )
 
 MOST_HALVINGS = 30  # of a step
@@ -50,8 +50,8 @@ class LineSearch:
     ) -> None:  # fmt: skip
         self.parameters, self.evaluate = parameters, evaluate
         self.counts = counts  # of points that each kind of search saw last, and one more: with how many it begins
-        self.starts = {name: p.detach().clone() for name, p in parameters.items()}
-        self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts.values()), loss)
+        self.start = Origin(parameters)
+        self.origin = LinePoint(cat(torch.zeros_like(p).flatten() for p in parameters.values()), loss)
 
     def evaluated(self, displacement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Move the parameters; the loss there (), infinite if it is not finite, and the residuals (if any)."""
@@ -60,10 +60,9 @@ class LineSearch:
         return widen(loss).reshape(()).nan_to_num(math.inf, math.inf, math.inf), residuals
 
     def move_to(self, displacement: Tensor) -> None:
-        pieces = displacement.split([x.numel() for x in self.starts.values()])
-        with torch.no_grad():
-            for (name, start), piece in zip(self.starts.items(), pieces, strict=True):
-                self.parameters[name].copy_(start).add_(piece.reshape(start.shape).to(start.device))
+        pieces = displacement.split([p.numel() for p in self.parameters.values()])
+        both = zip(self.parameters.items(), pieces, strict=True)
+        self.start.move({name: piece.reshape(p.shape).to(p.device) for (name, p), piece in both})
 
     def lowest(self, curve: Callable[[float], Tensor], start: LinePoint, kind: str) -> LinePoint:
         """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
@@ -85,15 +84,12 @@ class LineSearch:
 class LineSearchStep(StepRule):
     """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss."""
 
-    needs_closure = True
+    needs_closure, argument, evaluate = True, "(line_search=True)", StepRule.replayed
     differentiates_model = True
 
     def __init__(self, direction: Spring) -> None:
         self.direction = direction
         self.counts: dict[str, int] = {}  # of a `LineSearch`
-
-    def evaluate(self, context: StepContext) -> Evaluation:
-        return self.replayed(context, "(line_search=True)")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         loss, gradients, replay = evaluation.value, context.gradients(), evaluation.replay
@@ -103,14 +99,13 @@ class LineSearchStep(StepRule):
         renewal = context.renew(gradients)
         timed = context.preconditioner.monitor.timed
         with timed("solve"):
-            context.preconditioner.recorder.scaling.unscale(gradients)
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             direction = self.direction(context, g, recall=1.0)
             direction.keep()
         own = {name: context.trained[name] for name in direction.u}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(direction.u, context.options)
-        with timed("trials"), restoring(own, search.starts):
+        with timed("trials"), search.start:
             found = search.lowest(step.mul, search.origin, "straight")
             accept(search, found, context.options)
         entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}

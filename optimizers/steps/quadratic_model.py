@@ -79,13 +79,6 @@ def largest_curvature(curvature: Tensor, norms: Tensor) -> float:
     return float(torch.where(lengths > 0, curvature.diagonal() / lengths, 0.0).max().clamp(min=0))
 
 
-def next_damping(damping: float, ratio: float, largest: float, shrink: float = SHRINK) -> float:
-    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less."""
-    if ratio > GOOD:
-        return max(damping * shrink, min(damping, LEAST_DAMPING * largest))
-    return damping / shrink if ratio < POOR else damping
-
-
 @dataclass(frozen=True)
 class Trial:
     """The last of the dampings that were tried."""
@@ -97,11 +90,23 @@ class Trial:
     is_accepted: bool
     step: Any
 
-    def damping_after_failure(self, largest: float) -> float:
-        """More for the next step, unless no damping would have helped: where the loss or the curvature is flat."""
-        if self.ratio == 0:
-            return self.first
-        return max(self.first, min(self.first * GROW, MOST_DAMPING * largest))
+    @property
+    def entry(self) -> dict[str, Any]:
+        """For the history."""
+        own = {"damping": self.damping, "ratio": self.ratio, "rollbacks": self.rollbacks}
+        return {"accepted": self.is_accepted} | own
+
+    def next_damping(self, largest: float, shrink: float = SHRINK) -> float:
+        """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less.
+
+        More after a failure, too, unless no damping would have helped: where the loss or the curvature is flat.
+        """
+        if not self.is_accepted:
+            more = min(self.first * GROW, MOST_DAMPING * largest)
+            return self.first if self.ratio == 0 else max(self.first, more)
+        if self.ratio > GOOD:
+            return max(self.damping * shrink, min(self.damping, LEAST_DAMPING * largest))
+        return self.damping / shrink if self.ratio < POOR else self.damping
 
 
 def first_accepted(

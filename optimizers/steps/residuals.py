@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,16 @@ from optimizers.report import FROZEN, Row
 from optimizers.steps.adaptive import grouped
 from optimizers.steps.closures import WITHOUT_THE_MODEL, check_computed
 from optimizers.steps.layer_vector import inner
-from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
+from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature
 from optimizers.steps.rule import (
     Evaluation,
     Named,
+    Origin,
     Outcome,
     StepContext,
     StepRule,
     all_finite,
     kept_by_decay,
-    restoring,
-    set_parameters,
 )
 
 DIRECTIONS = 4  # that the Kronecker factors give
@@ -101,26 +100,21 @@ class ResidualReplay:
         return loss_of(self.residuals())
 
 
-class ResidualSolver(Protocol):
-    """Moves the parameters so that the loss ``1/2 ||r||^2`` falls. Checkpoints take its public attributes."""
+class ResidualStep(StepRule):
+    """Computes the Jacobian of a closure's residuals; subclasses step. Checkpoints take its public attributes."""
 
-    moves: list[dict[str, Tensor]]  # the last displacements
+    differentiates_model = True
+    otherwise: ClassVar[tuple[str, str]]  # how parameters outside of blocks are preconditioned, and why
+
+    def __init__(self) -> None:
+        self.damping = -1.0  # unknown
+        self.moves: list[dict[str, Tensor]] = []  # the last displacements
+        self._blocks: list[ResidualBlock] = []  # of the last step, for reports
+        self._known: set[int] = set()  # numbers of residuals whose Jacobian was found before
 
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         """Take the step, or leave the parameters, where that is their loss, as they are; the entry for the history."""
-
-    def report(self, model: nn.Module) -> list[Row]:
-        """How every parameter is preconditioned."""
-
-
-class ResidualStep(StepRule):
-    """Computes the Jacobian of a closure's residuals and lets a solver step."""
-
-    differentiates_model = True
-
-    def __init__(self, solver: ResidualSolver) -> None:
-        self.solver = solver
-        self.known: set[int] = set()  # numbers of residuals whose Jacobian was found before
+        raise NotImplementedError
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         parts = context.preconditioner
@@ -132,7 +126,7 @@ class ResidualStep(StepRule):
         if torch.finfo(replay.values.dtype).bits < 64:
             warn_once(SINGLE_PRECISION, parts.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
-        if len(replay.values) not in self.known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
+        if len(replay.values) not in self._known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
             replay.before.restore(numbers=False)
             return Outcome(loss, is_skipped=True)
         for name in ("damping", "momentum"):
@@ -141,12 +135,12 @@ class ResidualStep(StepRule):
             with timed("jacobian"):
                 jacobian = replay.jacobian(model)
             check_trained(jacobian.shapes, context.trained)
-            self.known.add(len(replay.values))
+            self._known.add(len(replay.values))
             with timed("step"):
                 # a root of zero has no derivative
                 good = all_finite([loss, *jacobian.transposed(replay.values).values()])
                 is_good, value = map(float, to_host([good, loss]))
-                move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
+                move = lambda: {"loss": value} | self.move(jacobian, replay, context, value) if is_good else None
                 entry = parts.monitor.attempt(move)
         finally:
             replay.after.restore()
@@ -157,13 +151,21 @@ class ResidualStep(StepRule):
         return Outcome(loss, is_skipped=True)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
+        own = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         return own | {"moves": [dict(move) for move in own["moves"]]}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         own = lambda move: {name: d.to(trained[name]) for name, d in move.items() if name in trained}
         for name, value in {**state, "moves": [own(move) for move in state["moves"]]}.items():
-            setattr(self.solver, name, value)
+            setattr(self, name, value)
+
+    def rows(self, model: nn.Module) -> list[Row]:
+        """How every parameter is preconditioned: a row for each block, and for each parameter outside."""
+        rows = [Row(block.names, block.structure, block.describe(), reason=block.reason) for block in self._blocks]
+        seen = {name for block in self._blocks for name in block.names}
+        left = [(name, p) for name, p in model.named_parameters() if name not in seen]
+        found = [(name, self.otherwise if p.requires_grad else ("not trained", FROZEN)) for name, p in left]
+        return rows + [Row([name], what, reason=why) for name, (what, why) in found]
 
 
 class Subspace:
@@ -234,17 +236,17 @@ class Subspace:
         return found
 
 
-class SubspaceSolver:
+class SubspaceStep(ResidualStep):
     """The damped minimum over what Kronecker factors make of the gradient, and the last displacements."""
 
+    otherwise = "nothing yet", "known after the first step"
+
     def __init__(self) -> None:
-        self.damping = -1.0  # unknown
-        self.moves: list[dict[str, Tensor]] = []
-        self._blocks: list[ResidualBlock] = []  # of the last step, for reports
+        super().__init__()
         self._tries = 1  # of dampings, at the last step
 
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
-        """See `ResidualSolver`. The largest lr shortens the step, the others, relative to it, the directions."""
+        """See `ResidualStep`. The largest lr shortens the step, the others, relative to it, the directions."""
         jacobian, values, options = jacobian.merged(), replay.values, context.options
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
@@ -292,50 +294,31 @@ class SubspaceSolver:
         self, space: Subspace, replay: ResidualReplay, context: StepContext, lr: float, loss: float
     ) -> dict[str, Any]:
         """Take the minimum for the least of the tried dampings for which the loss falls."""
-        options, parameters = context.options, context.trained
-        start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
-
-        def place(move: Named) -> None:
-            for name, d in move.items():
-                parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)
+        options, origin = context.options, Origin({name: context.trained[name] for name in space.jacobian.shapes})
+        kept = {name: kept_by_decay(options[name]) for name in origin.values}
 
         def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named]]:
             alpha = lr * space.minimum(damping)
             move = space.combined(alpha)
             expected = loss - space.loss(alpha)
-            place(move)
+            origin.move(move, kept)
             return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
 
-        with restoring(parameters, start):
+        with origin:
             trial = first_accepted(attempt, self.damping, device=space.values.device, first=self._tries)
-        largest, self._tries = largest_curvature(space.curvature, space.norms), trial.rollbacks + 1
-        is_fixed = next(iter(options.values()))["damping"] is not None
-        entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
+        self._tries = trial.rollbacks + 1
+        if next(iter(options.values()))["damping"] is None:
+            self.damping = trial.next_damping(largest_curvature(space.curvature, space.norms), SHRINK)
         if not trial.is_accepted:
-            set_parameters(parameters, start)
+            origin.move({})
             self.moves = []
-            self.damping = self.damping if is_fixed else trial.damping_after_failure(largest)
-            return entry | {"step_size": 0.0, "damping": trial.damping}
+            return trial.entry | {"step_size": 0.0}
         alpha, move = trial.step
-        place(move)  # another one may have been tried since
-        kept = 0 if options[next(iter(move))]["momentum"] == 0 else REMEMBERED
-        self.moves = [*self.moves, move][-kept:] if kept else []
-        if not is_fixed:
-            self.damping = next_damping(trial.damping, trial.ratio, largest, SHRINK)
+        origin.move(move, kept)  # another one may have been tried since
+        remembers = options[next(iter(move))]["momentum"] != 0
+        self.moves = [*self.moves, move][-REMEMBERED:] if remembers else []
         first = alpha.reshape(-1, len(space.groups))[-DIRECTIONS]
-        return entry | {"step_size": float(first.mean()), "damping": trial.damping}
-
-    def report(self, model: nn.Module) -> list[Row]:
-        """A row for each block of parameters: how it is preconditioned, and why it has no Kronecker products."""
-        rows = [Row(block.names, block.structure, block.describe(), reason=block.reason) for block in self._blocks]
-        seen = {name for block in self._blocks for name in block.names}
-        return rows + [
-            Row([name], "nothing yet", reason="known after the first step")
-            if p.requires_grad
-            else Row([name], "not trained", reason=FROZEN)
-            for name, p in model.named_parameters()
-            if name not in seen
-        ]
+        return trial.entry | {"step_size": float(first.mean())}
 
 
 def aligned(moves: Sequence[Named], trained: Named) -> list[dict[str, Tensor]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -140,7 +140,8 @@ class StepRule:
     dicts of tensors by parameter name. ``docs/guides/step_rules.md`` has an example.
     """
 
-    needs_closure = False  # whether `step` requires a closure
+    needs_closure = False  # whether `step` requires a closure ...
+    argument: ClassVar[str] = ""  # ... as this argument of the optimizer asks for
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
     def evaluate(self, context: StepContext) -> Evaluation:
@@ -150,12 +151,12 @@ class StepRule:
         with torch.enable_grad():
             return Evaluation(checked_value(context.closure()))
 
-    def replayed(self, context: StepContext, argument: str = "") -> Evaluation:
-        """What the closure returns, and its `Replay`; TypeError without a closure, which `argument` asks for."""
+    def replayed(self, context: StepContext) -> Evaluation:
+        """What the closure returns, and its `Replay`; TypeError without a closure."""
         parts = context.preconditioner
         if context.closure is None:
             raise TypeError(
-                f"{parts.owner}{argument}.step: pass a closure that computes the loss of the batch, as for "
+                f"{parts.owner}{self.argument}.step: pass a closure that computes the loss of the batch, as for "
                 "torch.optim.LBFGS"
             )
         mean = parts.team.processes.all_reduce_mean
@@ -202,20 +203,29 @@ def kept_by_decay(options: Mapping[str, float]) -> float:
     return 1 - DECAY_RATE * options["lr"] * options["weight_decay"]
 
 
-@torch.no_grad()
-def set_parameters(parameters: Named, values: Named) -> None:
-    for name, value in values.items():
-        parameters[name].copy_(value)
+class Origin:
+    """Where parameters are now, to try displacements from; after an exception inside, they are there again."""
 
+    def __init__(self, parameters: Named) -> None:
+        self.parameters = parameters
+        self.values = {name: p.detach().clone() for name, p in parameters.items()}
 
-@contextmanager
-def restoring(parameters: Named, values: Named) -> Iterator[None]:
-    """After an exception the parameters have these values."""
-    try:
-        yield
-    except BaseException:
-        set_parameters(parameters, values)
-        raise
+    @torch.no_grad()
+    def move(self, displacement: Named, kept: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Move to a displacement from the parameters, of which weight decay has left that share, if any is given."""
+        for name, value in self.values.items():
+            p = self.parameters[name].copy_(value)
+            if name in kept:
+                p.mul_(kept[name])
+            if name in displacement:
+                p.add_(displacement[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            self.move({})
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

@@ -351,7 +351,7 @@ def _read(context: StepContext, g: LayerVector, last: LayerVector, found: Direct
     local = list(map(to_local, parameters)) if is_spread else parameters
     numbers = joined([*g.dot(last), *energies, *slopes, *norms([*g.vectors, *found.u.layers, *local])], home)
     if is_spread:
-        of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.first_layers, layout.layers))
+        of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.names_by_run, layout.layers))
         count, numbers = runs + layers * (2 if slopes else 1), widen(numbers)
         sums = torch.cat([numbers[:count], numbers[count:].square()])
         owners = [*of_runs, *of_layers, *(of_layers if slopes else ()), *of_runs, *of_layers, *parameters]

@@ -19,11 +19,12 @@ from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.team import Teams
+from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.recording.model_outputs import OutputScale
+from optimizers.recording.recorder import Recorder
 from optimizers.schedule import DRIFT, FAST, Schedule
 from support.running_blocks import columns_of, rows_of
 from support.training import TASKS, closure_of, task, train, train_by_closure
@@ -68,10 +69,11 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
-    teams = Teams(Distributed(), torch.device("cpu"), store, passes)
-    known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False}
-    recorder: Any = SimpleNamespace(passes=passes, settle=passes.settle, **known)
-    return Preconditioner(store, recorder, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
+    team = Team(Distributed(), torch.device("cpu"), store)
+    known = {"outputs": OutputScale(), "was_empty": True, "has_measured": False, "_loss_scale": None}
+    parts = {"listener": SimpleNamespace(problem=""), "loss_backprops": SimpleNamespace(deliver=lambda scale: None)}
+    recorder: Any = SimpleNamespace(passes=passes, take=lambda: Recorder.take(recorder), **known, **parts)
+    return Preconditioner(store, recorder, Schedule(1, 1), team, Monitor(), factor_decay, "KFAC"), passes
 
 
 def test_a_solution_is_that_with_the_dense_inverse() -> None:

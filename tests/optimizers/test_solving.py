@@ -10,7 +10,7 @@ from curvature.kronecker import KroneckerInverse
 from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers import EKFAC, KFAC
-from optimizers.solving import VectorSolver, mean_eigenvalue
+from optimizers.preconditioner import VectorSolver, mean_eigenvalue
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from support.cases.case import seeded
 from support.running_blocks import STACKS, close, measure, normal_vectors

@@ -254,10 +254,10 @@ def test_processes_that_come_later_are_seen(monkeypatch):
     opt.load_state_dict(opt.state_dict())
     x, _ = scenarios.part(0, 1, [scenarios.EACH])
     model(x)
-    assert opt.teams.current().processes.size == 1
+    assert opt.team.current().processes.size == 1
     given = {"is_initialized": True, "get_rank": 1, "get_world_size": 3, "get_process_group_ranks": [0, 1, 2]}
     for name, value in given.items():
         monkeypatch.setattr(dist, name, lambda *args, value=value: value)
-    assert (opt.teams.current().processes.rank, opt.teams.current().processes.size) == (1, 3)
+    assert (opt.team.current().processes.rank, opt.team.current().processes.size) == (1, 3)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert opt.teams.current().processes.size == 1
+    assert opt.team.current().processes.size == 1

@@ -326,3 +326,22 @@ def test_hand_written_losses_whose_shares_are_not_known_are_logged(form: str, ca
     opt.step()
     (record,) = caplog.records
     assert "empirical()" in record.message and "mean" in record.message
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loss_between_zeroed_and_other_gradients_leaves_the_former_out(optimizer: Any) -> None:
+    """One call returns outputs, to whose gradients the optimizer listens; another its loss, and vectors go back."""
+
+    def run(zeroed: bool) -> dict[str, Tensor]:
+        net = network()
+        model = Raw(lambda m, x, y=None: m.net(x) if y is None else (m.net(x) - y).square().mean(), net=net).double()
+        opt = optimizer(model, inject=curvature.empirical())
+        if zeroed:
+            entropy(model(5 * batch(0)[0]), batch(0)[1]).backward()
+            opt.zero_grad()
+        model(batch(1)[0], batch(2)[0][:, :3]).backward()
+        entropy(model(batch(3)[0]), batch(3)[1]).backward()
+        opt.step()
+        return copied(model)
+
+    torch.testing.assert_close(run(True), run(False))

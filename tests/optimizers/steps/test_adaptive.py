@@ -23,7 +23,6 @@ from optimizers.steps.quadratic_model import (
     Quadratic,
     Trial,
     largest_curvature,
-    next_damping,
 )
 from support.cases.case import Raw, seeded
 from support.residual_problem import problem
@@ -103,8 +102,13 @@ def test_minimum_of_the_quadratic_model():
     assert torch.equal(zero.minimum(0.0), torch.zeros(2).double())
 
 
+def taken(damping: float, ratio: float) -> Trial:
+    return Trial(damping, damping, ratio, rollbacks=0, is_accepted=True, step=None)
+
+
 def test_damping_follows_the_reduction_ratio():
-    assert next_damping(1.0, 0.9, 1.0) < 1 == next_damping(1.0, 0.5, 1.0) < next_damping(1.0, 0.1, 1.0)
+    good, fair, poor = (taken(1.0, ratio).next_damping(1.0) for ratio in (0.9, 0.5, 0.1))
+    assert good < 1 == fair < poor
 
 
 # -- training
@@ -361,15 +365,15 @@ def test_no_unit_is_too_small_or_too_large(scale: float):
 def test_dampings_have_bounds():
     damping = 1.0
     for _ in range(1000):
-        damping = next_damping(damping, 1.0, largest=5.0)
+        damping = taken(damping, 1.0).next_damping(largest=5.0)
     assert damping == pytest.approx(5 * LEAST_DAMPING)
-    assert next_damping(1e-40, 1.0, largest=5.0) == 1e-40  # of another unit, before
+    assert taken(1e-40, 1.0).next_damping(largest=5.0) == 1e-40  # of another unit, before
     failed = Trial(first=1.0, damping=1e7, ratio=-1.0, rollbacks=12, is_accepted=False, step=None)
-    assert failed.damping_after_failure(largest=1e6) == GROW
-    assert failed.damping_after_failure(largest=2 / MOST_DAMPING) == pytest.approx(2)
-    assert failed.damping_after_failure(largest=0.0) == 1.0
+    assert failed.next_damping(largest=1e6) == GROW
+    assert failed.next_damping(largest=2 / MOST_DAMPING) == pytest.approx(2)
+    assert failed.next_damping(largest=0.0) == 1.0
     unmoved = Trial(first=1.0, damping=64.0, ratio=0.0, rollbacks=4, is_accepted=False, step=None)
-    assert unmoved.damping_after_failure(largest=1e6) == 1.0
+    assert unmoved.next_damping(largest=1e6) == 1.0
 
 
 def test_the_largest_curvature_is_that_of_directions_of_length_one():
@@ -395,12 +399,12 @@ def test_residuals_that_cannot_fall_do_not_spoil_later_steps(optimizer: type[KFA
     opt = optimizer(model, adaptive=True)
     for _ in range(5):
         opt.step(closure)
-    damping, where = opt.residual_rule.solver.damping, copied(model)
+    damping, where = opt.residual_rule.damping, copied(model)
     jump = lambda: float(any(not torch.equal(t, where[k]) for k, t in model.state_dict().items()))
     for _ in range(3):
         opt.step(lambda: closure() + jump())
     assert_same(copied(model), where)
-    assert opt.residual_rule.solver.damping <= GROW**3 * damping
+    assert opt.residual_rule.damping <= GROW**3 * damping
     values = [opt.step(closure).item() for _ in range(40)]
     assert values[-1] < 0.5 * values[0]
 
@@ -410,7 +414,7 @@ def test_residuals_that_do_not_depend_on_the_model_at_first():
     opt = NaturalGradient(model, adaptive=True)
     opt.step(lambda: 0 * closure() + 1)
     values = [opt.step(closure).item() for _ in range(5)]
-    assert values[-1] < 0.1 * values[0] and opt.residual_rule.solver.damping > 0
+    assert values[-1] < 0.1 * values[0] and opt.residual_rule.damping > 0
 
 
 # -- tasks with buffers and chance

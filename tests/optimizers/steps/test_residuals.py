@@ -104,7 +104,7 @@ def test_without_momentum_displacements_are_no_directions():
     model, closure = problem()
     opt = KFAC(model, momentum=0.0)
     train(opt, closure, 2)
-    assert opt.residual_rule is not None and opt.residual_rule.solver.moves == []
+    assert opt.residual_rule is not None and opt.residual_rule.moves == []
 
 
 # -- what goes wrong
@@ -118,10 +118,10 @@ def test_residuals_that_are_not_finite_change_nothing(optimizer: type[KFAC], bad
     opt.step(lambda: closure() * bad)
     assert (opt.skipped, opt.steps) == (1, 0) and torch.equal(arranged(model), start)
     opt.step(closure)
-    before, damping = arranged(model), opt.residual_rule.solver.damping
+    before, damping = arranged(model), opt.residual_rule.damping
     assert not math.isfinite(opt.step(lambda: closure() * bad).item())
     assert (opt.skipped, opt.steps) == (2, 1) and torch.equal(arranged(model), before)
-    assert opt.residual_rule.solver.damping == damping
+    assert opt.residual_rule.damping == damping
     opt.step(closure)
     assert opt.history[-1]["accepted"] and not torch.equal(arranged(model), before)
     assert len(plots.training(opt.history)) > 0
@@ -176,9 +176,9 @@ def test_residuals_of_zero_change_nothing():
     model, closure = problem()
     opt = KFAC(model)
     opt.step(closure)
-    before, damping = arranged(model), opt.residual_rule.solver.damping
+    before, damping = arranged(model), opt.residual_rule.damping
     assert opt.step(lambda: 0 * closure()) == 0
-    assert torch.equal(arranged(model), before) and opt.residual_rule.solver.damping == damping
+    assert torch.equal(arranged(model), before) and opt.residual_rule.damping == damping
 
 
 @each_optimizer
