@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
-from curvature.terms import DenseGradients, ElementwiseProduct, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Term, chunks
 
 CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
 
@@ -103,12 +103,11 @@ class GroupNormRule(_ScaleShift):
 
     def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """Some samples at a time: to fill fresh memory costs more than the arithmetic."""
-        size = max(1, CACHED_ELEMENTS // max(1, b[:1].numel()))
-        if b.ndim > len(call.shape) or len(b) <= size or layout != Layout(0, 1, len(b), 1):
+        parts = chunks(len(b), CACHED_ELEMENTS, b[:1].numel())
+        if b.ndim > len(call.shape) or len(parts) <= 1 or layout != Layout(0, 1, len(b), 1):
             return super()._scale(call, b, layout, shape)
         found = []
-        for start in range(0, len(b), size):
-            part = slice(start, start + size)
+        for part in parts:
             own = {**call.args, "input": call.args["input"][part]}, call.shape, tuple(x[part] for x in call.statistics)
             few = layout._replace(samples=len(b[part]))
             found.append(super()._scale(RecordedCall(*own), b[part], few, shape).values)

@@ -20,6 +20,7 @@ from curvature.terms.term import (
     StackedTerms,
     Term,
     TermsByVector,
+    chunks,
     merge_places,
     sum_in_place,
     to_device,
@@ -29,7 +30,7 @@ from curvature.terms.term import (
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
-    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
-    "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
+    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "chunks", "contractions", "gradients", "joined",
+    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip
