@@ -11,9 +11,7 @@ from torch import Tensor
 
 from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
-from curvature.terms import DenseGradients, ElementwiseProduct, Term, chunks
-
-CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
+from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
 
 class _ScaleShift(Rule):
@@ -100,18 +98,6 @@ class GroupNormRule(_ScaleShift):
             mean, scale = (each.view(len(x), groups, 1) for each in call.statistics)
             return x.reshape(len(x), groups, -1).sub(mean).mul_(scale).view(x.shape)
         return F.group_norm(x, groups, eps=call.args.get("eps", 1e-5))
-
-    def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
-        """Some samples at a time: to fill fresh memory costs more than the arithmetic."""
-        parts = chunks(len(b), CACHED_ELEMENTS, b[:1].numel())
-        if b.ndim > len(call.shape) or len(parts) <= 1 or layout != Layout(0, 1, len(b), 1):
-            return super()._scale(call, b, layout, shape)
-        found = []
-        for part in parts:
-            own = {**call.args, "input": call.args["input"][part]}, call.shape, tuple(x[part] for x in call.statistics)
-            few = layout._replace(samples=len(b[part]))
-            found.append(super()._scale(RecordedCall(*own), b[part], few, shape).values)
-        return DenseGradients(torch.cat(found))
 
 
 class _RunningNorm(_ScaleShift):
