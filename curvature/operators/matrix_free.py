@@ -13,6 +13,10 @@ from curvature.operators.conjugate_gradient import conjugate_gradient
 from curvature.operators.space import DENSE_LIMIT, MAX_DIRECT_SIZE, Space, require_dense_size
 
 
+def _nothing(limit: int) -> None:  # not a lambda: operators are pickled
+    return None
+
+
 class Passes(Protocol):
     """The passes over data that make the products; inside, what products share is kept, or that of a single batch."""
 
@@ -48,7 +52,7 @@ class MatrixFree(Operator):
         diagonal: Callable[[], Tensor] | None = None,
         dense: Callable[[], Tensor] | None = None,
         trace: Callable[[], Tensor] | None = None,
-        in_sample_space: Callable[[int], Operator | None] = lambda limit: None,
+        in_sample_space: Callable[[int], Operator | None] = _nothing,
         passes: Passes | None = None,
     ) -> None:
         super().__init__(space)
