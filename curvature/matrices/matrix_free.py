@@ -114,20 +114,13 @@ class ThroughOutputs:
 
         def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
             nonlocal found
-            dims, count = run.batch.dims, run.batch.count
-            output, loss, target = run.samples_first()
-            found += inject.number(output, count) * count
+            found += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
             if found > limit:
                 raise NotFewRows
-            weights = run.weights(inject)
-            roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
-            sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
-            for number, (left, right) in enumerate(sent):
-                if right is not None:
+            for chunk in run.chunks(inject, generator, weighted=True):
+                if chunk.right is not chunk.left:
                     raise NotFewRows
-                for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
-                    terms = run.terms(part)
-                    yield run.chunk(len(part), terms, terms, weights, number == k == 0)
+                yield chunk
 
         try:
             return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)

@@ -196,7 +196,7 @@ def through_outputs(
     weights = run.weights(inject)
     weight = weights.sum()
     shares = weights / weight if is_single and not passes.is_sum else weights
-    rows = shares.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    rows = run.by_row(shares)
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     at_once = _columns_at_once(run)
