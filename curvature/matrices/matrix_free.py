@@ -15,7 +15,7 @@ from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
-from curvature.matrices.passes import RecordedBatch
+from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, SampleSpace, Space
@@ -55,10 +55,6 @@ def kept(operator: MatrixFree) -> AbstractContextManager[None]:
             f"{type(operator).__name__}"
         )
     return passes.keeping()
-
-
-class NotFewRows(Exception):
-    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
 
 
 class RowAccumulator(Accumulator[SampleSpace]):
@@ -117,10 +113,7 @@ class ThroughOutputs:
             found += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
             if found > limit:
                 raise NotFewRows
-            for chunk in run.chunks(inject, generator, weighted=True):
-                if chunk.right is not chunk.left:
-                    raise NotFewRows
-                yield chunk
+            yield from run.chunks(inject, generator, as_rows=True)
 
         try:
             return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)

@@ -139,6 +139,10 @@ def require_terms(mass: float) -> None:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
 
 
+class NotFewRows(Exception):
+    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
+
+
 class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
@@ -299,15 +303,18 @@ class RecordedBatch:
         # none at an expert that no sample reaches
         return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in both]
 
-    def chunks(self, inject: Injection, generator: torch.Generator, weighted: bool = False) -> Iterator[Chunk]:
-        """Send the vectors of an injection back, a bounded number at a time; left ones times the roots of weights."""
+    def chunks(self, inject: Injection, generator: torch.Generator, as_rows: bool = False) -> Iterator[Chunk]:
+        """Send the vectors of an injection back, a bounded number at a time; as rows times the roots of weights."""
         count, axis = self.batch.count, self.batch.dims[1] + 1
         weights, first = self.weights(inject), True
-        roots = self.by_row(weights.sqrt()) if weighted else None
+        roots = self.by_row(weights.sqrt()) if as_rows else None
         _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
         options: Any = {"count": count, "size": self.chunk_size, "generator": generator}
         for left, right in inject.pairs(*self.samples_first(), **options):
-            left = left if roots is None else (left * roots).to(left)
+            if roots is not None:
+                if right is not None:
+                    raise NotFewRows
+                left = (left * roots).to(left)
             rights = None if right is None else right.movedim(1, axis).split(self.cached_size)
             for number, part in enumerate(left.movedim(1, axis).split(self.cached_size)):
                 terms = self.terms(part)
