@@ -28,6 +28,7 @@ from curvature.terms import (
     OuterProduct,
     Term,
     TransposedConvolution,
+    chunks,
     joined,
     sum_in_place,
 )
@@ -318,9 +319,8 @@ class Scheme:
         each, samples = width * sum(term.places for term in terms), len(terms[0])
         folded = sum(t.inputs for t in terms if isinstance(t, Convolution | TransposedConvolution))
         most = min(CHUNK_ELEMENTS, max(PIECE_ELEMENTS, folded, width**2)) if folded else CHUNK_ELEMENTS
-        step = max(1, most // max(1, each))
-        for start in range(0, samples, step):
-            yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
+        parts = chunks(samples, most, each)
+        return (list(terms) if len(parts) == 1 else [t.samples(part) for t in terms] for part in parts)
 
     def _empty(self, term: Whole, k: int, number: float) -> Tensor:
         """A moment of the inputs, zero but for the entry of the bias's input; k is that of `side`."""

@@ -13,8 +13,6 @@ from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
 from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
-CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
-
 
 class _ScaleShift(Rule):
     """``z = weight * normalize(x) + bias``, with the parameters along the axes from `first_axis` on."""
@@ -100,19 +98,6 @@ class GroupNormRule(_ScaleShift):
             mean, scale = (each.view(len(x), groups, 1) for each in call.statistics)
             return x.reshape(len(x), groups, -1).sub(mean).mul_(scale).view(x.shape)
         return F.group_norm(x, groups, eps=call.args.get("eps", 1e-5))
-
-    def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
-        """Some samples at a time: to fill fresh memory costs more than the arithmetic."""
-        size = max(1, CACHED_ELEMENTS // max(1, b[:1].numel()))
-        if b.ndim > len(call.shape) or len(b) <= size or layout != Layout(0, 1, len(b), 1):
-            return super()._scale(call, b, layout, shape)
-        found = []
-        for start in range(0, len(b), size):
-            part = slice(start, start + size)
-            own = {**call.args, "input": call.args["input"][part]}, call.shape, tuple(x[part] for x in call.statistics)
-            few = layout._replace(samples=len(b[part]))
-            found.append(super()._scale(RecordedCall(*own), b[part], few, shape).values)
-        return DenseGradients(torch.cat(found))
 
 
 class _RunningNorm(_ScaleShift):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,12 +37,7 @@ def cat(parts: Iterable[Tensor]) -> Tensor:
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors in runs of one device."""
-    runs: list[list[Tensor]] = []  # torch.compile cannot follow itertools.groupby
-    for x in tensors:
-        if not runs or runs[-1][0].device != x.device:
-            runs.append([])
-        runs[-1].append(x)
-    return runs
+    return [list(run) for _, run in itertools.groupby(tensors, lambda x: x.device)]
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

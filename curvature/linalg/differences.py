@@ -7,47 +7,54 @@ many kinks add up to a curvature of their own, so all is to be in double precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from curvature.linalg.devices import cat, stack
+
 STEP = 1e-6  # the shorter length, of the size of the point in units of the direction
 ROUGHLY = 0.02
 
 
+def hides_second_derivatives(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> bool:
+    """`contradicts_differences` of a scalar function of a tensor, at a point in double precision."""
+    x = point.clone().requires_grad_()
+    return contradicts_differences(lambda: function(x), [x], [direction])
+
+
 def contradicts_differences(
-    near: Callable[[float], tuple[Tensor, Tensor]], slope: Tensor, product: Tensor, size: float
+    function: Callable[[], Tensor], leaves: Sequence[Tensor], directions: Sequence[Tensor]
 ) -> bool:
-    """Whether a Hessian's product with a direction is not the gradient's slope; `near` gives value and gradient."""
+    """Whether a Hessian's product is not the slope of gradients; `function` is of the leaves, which are then elsewhere.
+
+    The product is that of a scalar function with a direction of each of its leaves.
+    """
+    differentiate = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
+    joined = lambda tensors: cat(x.detach().flatten() for x in tensors)
+    start = [x.detach().clone() for x in leaves]
+    gradients = differentiate(function(), create_graph=True)
+    slope = stack((g * v).sum() for g, v in zip(gradients, directions, strict=True)).sum()
+    product = joined(differentiate(slope) if slope.requires_grad else map(torch.zeros_like, leaves))
+    size = float(joined(start).norm().clamp(min=1.0) / joined(directions).norm())
+
+    def near(length: float) -> tuple[Tensor, Tensor]:
+        for x, at, v in zip(leaves, start, directions, strict=True):
+            x.data.copy_(at + length * v)
+        value = function()
+        return value.detach(), joined(differentiate(value))
 
     def slopes(length: float) -> tuple[Tensor, Tensor]:
         (up, after), (down, before) = near(length), near(-length)
         return (up - down) / (2 * length), (after - before) / (2 * length)
 
     (_, wide), (found, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
-    if (found - slope).abs() > ROUGHLY * slope.abs():
+    if (found - slope.detach()).abs() > ROUGHLY * slope.detach().abs():
         return False
     off = (narrow - product).norm()
     if not (off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off):
         return False
     _, between = slopes(1.4 * STEP * size)  # of a few entries, rounding errors may be alike once
     return bool((between - narrow).norm() < 0.1 * off)
-
-
-def hides_second_derivatives(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> bool:
-    """`contradicts_differences` of a scalar function of a tensor, at a point in double precision."""
-    gradient = partial(torch.autograd.grad, materialize_grads=True)
-
-    def near(step: float) -> tuple[Tensor, Tensor]:
-        x = (point + step * direction).requires_grad_()
-        value = function(x)
-        return value.detach(), gradient(value, x)[0].detach()
-
-    x = point.clone().requires_grad_()
-    (at,) = gradient(function(x), x, create_graph=True)
-    slope = (at * direction).sum()
-    product = gradient(slope, x)[0].detach() if slope.requires_grad else torch.zeros_like(x)
-    size = float(point.norm().clamp(min=1.0) / direction.norm())
-    return contradicts_differences(near, slope.detach(), product, size)

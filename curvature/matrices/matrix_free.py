@@ -15,7 +15,7 @@ from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import collected
-from curvature.matrices.passes import RecordedBatch
+from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, SampleSpace, Space
@@ -55,10 +55,6 @@ def kept(operator: MatrixFree) -> AbstractContextManager[None]:
             f"{type(operator).__name__}"
         )
     return passes.keeping()
-
-
-class NotFewRows(Exception):
-    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
 
 
 class RowAccumulator(Accumulator[SampleSpace]):
@@ -114,20 +110,10 @@ class ThroughOutputs:
 
         def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
             nonlocal found
-            dims, count = run.batch.dims, run.batch.count
-            output, loss, target = run.samples_first()
-            found += inject.number(output, count) * count
+            found += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
             if found > limit:
                 raise NotFewRows
-            weights = run.weights(inject)
-            roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
-            sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
-            for number, (left, right) in enumerate(sent):
-                if right is not None:
-                    raise NotFewRows
-                for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
-                    terms = run.terms(part)
-                    yield run.chunk(len(part), terms, terms, weights, number == k == 0)
+            yield from run.chunks(inject, generator, as_rows=True)
 
         try:
             return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)

@@ -139,6 +139,10 @@ def require_terms(mass: float) -> None:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
 
 
+class NotFewRows(Exception):
+    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
+
+
 class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
@@ -299,18 +303,28 @@ class RecordedBatch:
         # none at an expert that no sample reaches
         return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in both]
 
-    def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-        """Send the vectors of an injection back, a bounded number at a time."""
+    def chunks(self, inject: Injection, generator: torch.Generator, as_rows: bool = False) -> Iterator[Chunk]:
+        """Send the vectors of an injection back, a bounded number at a time; as rows times the roots of weights."""
         count, axis = self.batch.count, self.batch.dims[1] + 1
         weights, first = self.weights(inject), True
+        roots = self.by_row(weights.sqrt()) if as_rows else None
         _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
         options: Any = {"count": count, "size": self.chunk_size, "generator": generator}
         for left, right in inject.pairs(*self.samples_first(), **options):
+            if roots is not None:
+                if right is not None:
+                    raise NotFewRows
+                left = (left * roots).to(left)
             rights = None if right is None else right.movedim(1, axis).split(self.cached_size)
             for number, part in enumerate(left.movedim(1, axis).split(self.cached_size)):
                 terms = self.terms(part)
                 yield self.chunk(len(part), terms, self.terms(rights[number]) if rights else terms, weights, first)
                 first = False
+
+    def by_row(self, each: Tensor) -> Tensor:
+        """A number of each sample (N,), to multiply the rows of outputs with their samples first."""
+        rows = self.output.shape[self.batch.dims[1]] // self.batch.count
+        return each.repeat_interleave(rows).reshape(-1, *[1] * (self.output.ndim - 1))
 
     def samples_first(self) -> tuple[Tensor, Loss | None, Any]:
         """Output, detached, loss and target with the samples along dim 0 of both tensors."""

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from curvature.functional import TwiceDifferentiable, own_functions
 from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
-from curvature.linalg import cat, contradicts_differences, full_precision, matmul, stack, widen
+from curvature.linalg import contradicts_differences, full_precision, matmul, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, require_terms
 from curvature.operators import Space
-from curvature.recording import ModelState, in_turn, moved, tensors_in
+from curvature.recording import ModelState, in_turn, tensors_in
 
 log = logging.getLogger("curvature")
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
@@ -196,7 +196,7 @@ def through_outputs(
     weights = run.weights(inject)
     weight = weights.sum()
     shares = weights / weight if is_single and not passes.is_sum else weights
-    rows = shares.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    rows = run.by_row(shares)
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     at_once = _columns_at_once(run)
@@ -295,22 +295,13 @@ def _contradicts_differences(given: Batch) -> bool:
     """Whether the Hessian along a random direction is not that of the loss, as far as gradients near by tell."""
     try:
         batch = given.in_double()
-        parameters, leaves = batch.parameters, list(batch.parameters.values())
         start, (direction,) = ModelState(batch.model), random_directions(batch, 1)
-        joined = lambda tensors: cat(t.detach().flatten() for t in tensors)
-        differentiate = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
 
-        def near(step: float) -> tuple[Tensor, Tensor]:
-            with moved([(p, step * direction[name]) for name, p in parameters.items()]), start.again():
-                value = batch.loss_of(batch.output())
-                return value.detach(), joined(differentiate(value))
+        def loss() -> Tensor:
+            with start.again():
+                return batch.loss_of(batch.output())
 
-        with start.again():
-            gradients = differentiate(batch.loss_of(batch.output()), create_graph=True)
-        slope = stack((g * v).sum() for g, v in zip(gradients, direction.values(), strict=True)).sum()
-        product = joined(differentiate(slope) if slope.requires_grad else map(torch.zeros_like, leaves))
-        size = float(joined(leaves).norm().clamp(min=1.0) / joined(direction.values()).norm())
-        return contradicts_differences(near, slope.detach(), product, size)
+        return contradicts_differences(loss, list(batch.parameters.values()), list(direction.values()))
     except Exception as error:  # whatever a model raises that has no copy, or none in double precision
         log.info("the Hessian was not compared with differences of gradients: %s", str(error).split("\n")[0])
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from os import PathLike
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from curvature.operators.space import (
 from curvature.operators.storage import KINDS, restore, rounded_state, to_plain_data
 
 T = TypeVar("T")
+Given = TypeVar(
+    "Given", Tensor, dict[str, Tensor], Mapping[str, Tensor]
+)  # a vector: the form that is given, is returned
 log = logging.getLogger("curvature")
 
 
@@ -66,13 +69,7 @@ class Operator(ABC):
         """(P, P)."""
         return self.space.size, self.space.size
 
-    @overload
-    def by_columns(self, function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor: ...
-    @overload
-    def by_columns(self, function: Callable[[Tensor], Tensor], v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def by_columns(
-        self, function: Callable[[Tensor], Tensor], v: Tensor | Mapping[str, Tensor]
-    ) -> Tensor | dict[str, Tensor]:
+    def by_columns(self, function: Callable[[Tensor], Tensor], v: Given) -> Given:
         """Apply a function of columns, (P, c) to (P, c), to a vector in any form and return the same form.
 
         Raises:
@@ -87,11 +84,7 @@ class Operator(ABC):
         flat = self.space.checked(v, (self.space.size, *v.shape[1:2]), "the vector, or the matrix of columns,")
         return function(flat) if flat.ndim == 2 else function(flat[:, None])[:, 0]
 
-    @overload
-    def __matmul__(self, v: Tensor) -> Tensor: ...
-    @overload
-    def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def __matmul__(self, v: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def __matmul__(self, v: Given) -> Given:
         """M v; errors as for `by_columns`."""
         return self.by_columns(self._matmat, v)
 
@@ -159,11 +152,7 @@ class Operator(ABC):
                 return linalg.largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
         return self._eigenvalues()[-k:]
 
-    @overload
-    def solve(self, v: Tensor, damping: float = 0.0) -> Tensor: ...
-    @overload
-    def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
-    def solve(self, v: Tensor | Mapping[str, Tensor], damping: float = 0.0) -> Tensor | dict[str, Tensor]:
+    def solve(self, v: Given, damping: float = 0.0) -> Given:
         """``(M + damping I)^-1 v``.
 
         Raises:

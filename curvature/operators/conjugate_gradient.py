@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from curvature.linalg import copy_to_host_async
-from curvature.operators.base import Operator
+from curvature.operators.base import Given, Operator
 
 Preconditioner = Operator | Callable[[Tensor], Tensor]
 # Stop when the relative progress per iteration is smaller, over this window or a tenth of all iterations.
@@ -20,35 +19,15 @@ MAX_ITERATIONS = 250
 ITERATIONS_AHEAD = 2  # of an accelerator, that the host issues before it looks whether the one before them was the last
 
 
-@overload
 def conjugate_gradient(
     op: Operator,
-    v: Tensor,
+    v: Given,
     damping: float = 0.0,
     *,
     preconditioner: Preconditioner | None = None,
     rtol: float | None = None,
     max_iter: int | None = None,
-) -> Tensor: ...
-@overload
-def conjugate_gradient(
-    op: Operator,
-    v: Mapping[str, Tensor],
-    damping: float = 0.0,
-    *,
-    preconditioner: Preconditioner | None = None,
-    rtol: float | None = None,
-    max_iter: int | None = None,
-) -> dict[str, Tensor]: ...
-def conjugate_gradient(
-    op: Operator,
-    v: Tensor | Mapping[str, Tensor],
-    damping: float = 0.0,
-    *,
-    preconditioner: Preconditioner | None = None,
-    rtol: float | None = None,
-    max_iter: int | None = None,
-) -> Tensor | dict[str, Tensor]:
+) -> Given:
     """Solve ``(M + damping I) x = v`` by conjugate gradients (Hestenes and Stiefel 1952, doi:10.6028/jres.049.044).
 
     Columns share products but have their own step sizes; a converged column no longer changes. A final product checks

@@ -13,7 +13,7 @@ from curvature.operators.conjugate_gradient import conjugate_gradient
 from curvature.operators.space import DENSE_LIMIT, MAX_DIRECT_SIZE, Space, require_dense_size
 
 
-def _nothing(limit: int) -> None:
+def _nothing(limit: int) -> None:  # not a lambda: operators are pickled
     return None
 
 

@@ -31,7 +31,7 @@ class Tridiagonal(NamedTuple):
     def to_dense(self) -> Tensor:
         """(k, k)."""
         beta = self.off_diagonal
-        return self.diagonal.diag() + beta.diag(1) + beta.diag(-1)
+        return self.diagonal.diag_embed() + beta.diag_embed(1) + beta.diag_embed(-1)
 
 
 def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.Generator | None = None) -> Tridiagonal:
@@ -172,11 +172,9 @@ def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generat
         raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
     generator = generator or op.space.generator()
     together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
-    cores = []
+    starts = op.space.normal(vectors, generator).split(together, 1)
     with op._one_call():
-        for starts in op.space.normal(vectors, generator).split(together, 1):
-            alphas, betas, _ = _lanczos_from_starts(op, steps, starts, generator)
-            cores.append(alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1))
+        cores = [Tridiagonal(*_lanczos_from_starts(op, steps, some, generator)).to_dense() for some in starts]
     values, rotations = symmetric_eigh(torch.cat(cores))
     return values, rotations[:, 0].square()
 

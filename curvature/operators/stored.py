@@ -16,6 +16,11 @@ from curvature.operators.space import Space
 from curvature.operators.storage import copy_if_view, restore
 
 
+def _of_the_matrix(name: str) -> Any:
+    """A method of `Stored` that makes the matrix and calls its own."""
+    return lambda self, *args, **kwargs: getattr(self._decomposed(), name)(*args, **kwargs)
+
+
 class Stored(Operator):
     """A matrix that is kept as its state: in few bits, or in a file, on any device.
 
@@ -47,35 +52,16 @@ class Stored(Operator):
     def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Stored:
         return cls(Space.restore(state["space"], device), state["held"])
 
-    def to(self, dtype: torch.dtype) -> Operator:
-        return self._decomposed().to(dtype)
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self._decomposed()._matmat(V)
-
-    def to_dense(self) -> Tensor:
-        return self._decomposed().to_dense()
-
-    def compact(self) -> Operator:
-        return self._decomposed().compact()
-
-    def diagonal(self) -> Tensor:
-        return self._decomposed().diagonal()
-
-    def trace(self) -> Tensor:
-        return self._decomposed().trace()
-
-    def frobenius_norm(self) -> Tensor:
-        return self._decomposed().frobenius_norm()
-
-    def scaled(self, factor: float) -> Operator:
-        return self._decomposed().scaled(factor)
-
-    def damped(self, damping: float) -> Operator:
-        return self._decomposed().damped(damping)
-
-    def factored_damping(self, damping: float) -> Operator:
-        return self._decomposed().factored_damping(damping)
+    _matmat = _of_the_matrix("_matmat")
+    to = _of_the_matrix("to")
+    to_dense = _of_the_matrix("to_dense")
+    compact = _of_the_matrix("compact")
+    diagonal = _of_the_matrix("diagonal")
+    trace = _of_the_matrix("trace")
+    frobenius_norm = _of_the_matrix("frobenius_norm")
+    scaled = _of_the_matrix("scaled")
+    damped = _of_the_matrix("damped")
+    factored_damping = _of_the_matrix("factored_damping")
 
     def _details(self) -> list[str]:
         return [f"{self.held['structure']}, kept"]

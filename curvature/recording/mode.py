@@ -32,11 +32,6 @@ CUMULATIVE = {torch.cumsum, Tensor.cumsum}
 NOTED = {*LOSS_FUNCTIONS, *CUMULATIVE, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
 
 
-def _quietly(values: Iterable[Tensor]) -> Any:
-    """A context in which a look at plain tensors passes no mode, which would make it several times as slow."""
-    return torch._C.DisableTorchFunction() if PLAIN.issuperset(map(type, values)) else nullcontext()
-
-
 class RecordingMode(TorchFunctionMode):
     """The mode that is active during the forward pass of the root module on these inputs, which runs uncompiled."""
 
@@ -107,7 +102,8 @@ class RecordingMode(TorchFunctionMode):
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule, nodes = RULES.get(func), self.nodes
         used = {id(x): nodes[id(x)] for x in tensors if id(x) in nodes}
-        with _quietly(tensors):
+        # a look at plain tensors that passed this mode would take several times as long
+        with torch._C.DisableTorchFunction() if PLAIN.issuperset(map(type, tensors)) else nullcontext():
             before = [(x, x._version) for x in tensors if id(x) in used]
             follows_graph = any(x.requires_grad for x in tensors if id(x) not in used)
             bound = rule.bind(func, args, kwargs) if rule is not None else {}
@@ -116,7 +112,7 @@ class RecordingMode(TorchFunctionMode):
             versions = [(x, x._version) for k, x in saved.items() if isinstance(x, Tensor) and k not in slots]
         out = (run or func)(*args, **kwargs)
         outs = tensors_in(out)
-        with _quietly([*tensors, *outs]):
+        with torch._C.DisableTorchFunction() if PLAIN.issuperset(map(type, [*tensors, *outs])) else nullcontext():
             outs = [x for x in outs if x.requires_grad]
             if not outs or any(out is x and x._version == version for x, version in before):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)

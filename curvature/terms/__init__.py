@@ -11,7 +11,14 @@ Indices: n sample, t place, g group, i input, o output.
 """
 
 from curvature.terms import contractions, squared_gradients
-from curvature.terms.basic import AffineLayout, DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.basic import (
+    AffineLayout,
+    DenseGradients,
+    ElementwiseProduct,
+    IndexedRows,
+    OuterProduct,
+    without_bias,
+)
 from curvature.terms.contractions import gradients, joined, name_of_rows, pieces, project_sides, promote, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
@@ -20,16 +27,16 @@ from curvature.terms.term import (
     StackedTerms,
     Term,
     TermsByVector,
+    chunks,
     merge_places,
     sum_in_place,
     to_device,
     unfold,
-    without_bias,
 )
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
-    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
-    "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
+    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "chunks", "contractions", "gradients", "joined",
+    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

@@ -267,6 +267,7 @@ class DenseGradients:
     values: Tensor
 
     has_rows: ClassVar[bool] = True
+    places: ClassVar[int] = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -275,10 +276,6 @@ class DenseGradients:
     @property
     def device(self) -> torch.device:
         return self.values.device
-
-    @property
-    def places(self) -> int:
-        return 1
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -380,3 +377,11 @@ class ElementwiseProduct(WithDirectForm):
 
     def samples(self, part: Samples) -> ElementwiseProduct:
         return replace(self, direct=self.direct.samples(part), b=self.b[part], inputs=lambda: self.inputs()[part])
+
+
+def without_bias(term: Any) -> Any:
+    """A term of places at which the layer adds no bias."""
+    if "has_bias" in term.__dataclass_fields__:
+        return replace(term, has_bias=False)
+    direct = getattr(term, "direct", None)
+    return term if direct is None else replace(term, direct=without_bias(direct))

@@ -89,13 +89,6 @@ def _with_backprops(term: Any, part: slice) -> Any:
     return replace(term, b=term.b[part])
 
 
-def without_bias(term: Any) -> Any:
-    """A term of places at which the layer adds no bias."""
-    if isinstance(term, TransposedConvolution):
-        return replace(term, direct=replace(term.direct, has_bias=False))
-    return replace(term, has_bias=False) if isinstance(term, OuterProduct | Convolution | ElementwiseProduct) else term
-
-
 def to_device(term: Any, device: torch.device | str) -> Any:
     """The term with its tensors detached and on `device`."""
     if isinstance(term, Tensor):

@@ -23,7 +23,7 @@ from curvature.losses import Loss
 from curvature.matrices import ekfac
 from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, blocks_of, two_sided
 from curvature.recording import trained_parameters
-from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, gradients
+from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, chunks, contractions, gradients
 
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients, or of queries of low rank, that are built at a time
@@ -230,9 +230,7 @@ def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
     if all(isinstance(term, OuterProduct) and term.places == 1 for term in parts):  # larger than its two sides
         return stack([stack([term.inner_products(v) for term in parts]).sum(0) for v in queries])
     flat = queries[:, None].flatten(1)  # a scalar has no axis of its own
-    count, step = len(parts[0]), max(1, ENTRIES // max(1, flat.shape[1]))
-    chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
-    rows = (gradients([term.samples(chunk) for term in parts])[:, None].flatten(1) for chunk in chunks)
+    rows = (row[:, None].flatten(1) for _, row in contractions.gradient_chunks(parts, ENTRIES))
     return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
 
 
@@ -277,9 +275,8 @@ def pieces(queries: Queries) -> Iterator[Tensor]:
     if isinstance(queries, Tensor):
         yield queries
         return
-    step = max(1, ENTRIES // math.prod(queries.shape))
-    for start in range(0, len(queries), step):
-        yield queries[start : start + step]
+    for part in chunks(len(queries), ENTRIES, math.prod(queries.shape)):
+        yield queries[part]
 
 
 # -- scores in the eigenbases of Kronecker factors, where a matrix is diagonal

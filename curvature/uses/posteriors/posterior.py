@@ -26,7 +26,7 @@ from curvature.linalg import (
 from curvature.losses import LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch, rows_of
 from curvature.operators import BlockDiagonal, Dense, EigenKronecker, Operator, flat_parameters
-from curvature.terms import OuterProduct, TermsByVector
+from curvature.terms import OuterProduct, TermsByVector, chunks
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
 Prior = float | Tensor | Mapping[str, float]
@@ -319,11 +319,9 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
 
 def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -> Tensor:
     """The same from the rows of this layer's Jacobian, of some samples at a time."""
-    step = max(1, ROWS_ELEMENTS // max(1, outputs * block.space.size))
     own = {name: terms[name] for name in block.space.names if name in terms}
     covariances = []
-    for start in range(0, count, step):
-        part = slice(start, min(start + step, count))
+    for part in chunks(count, ROWS_ELEMENTS, outputs * block.space.size):
         some = ({name: [t.samples(part) for t in of[k]] for name, of in own.items()} for k in range(outputs))
         rows = torch.stack([rows_of(block.space, row, part.stop - part.start) for row in some], 1)  # (n, c, p)
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
@@ -365,31 +363,29 @@ class Precision(Operator):
     def _each(self) -> Tensor:
         return self.prior.expand(self.space.size)
 
-    def _damped(self, damping: float) -> tuple[Operator, float, Tensor | None]:
-        """``N, d, r`` with ``M + prior + damping = diag(1 / r) (N + d I) diag(1 / r)``; r is None for ones."""
-        shift = self.prior + damping
-        if not shift.ndim:
-            return self.curvature, float(self.prior) + damping, None
-        r = shift.rsqrt()
-        return Dense(self.space, r[:, None] * self.curvature.to_dense() * r), 1.0, r
+    def _damped(self, damping: float) -> tuple[Operator, float, Tensor]:
+        """``N, d, r`` with ``M + prior + damping = diag(1 / r) (N + d I) diag(1 / r)``, r (P, 1), or (1,) for ones."""
+        if not self.prior.ndim:
+            return self.curvature, float(self.prior) + damping, self.prior.new_ones(1)
+        r = (self.prior + damping).rsqrt()[:, None]
+        return Dense(self.space, r * self.curvature.to_dense() * r.T), 1.0, r
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         N, d, r = self._damped(damping)
-        return N._solve(V, d) if r is None else r[:, None] * N._solve(r[:, None] * V, d)
+        return r * N._solve(r * V, d)
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         N, d, r = self._damped(damping)
-        return N._inverse_root(Z, d) if r is None else r[:, None] * N._inverse_root(Z, d)
+        return r * N._inverse_root(Z, d)
 
     def inverse(self, damping: float = 0.0) -> Operator:
         N, d, r = self._damped(float(damping))
         inverse = N.inverse(d)
-        return inverse if r is None else Dense(self.space, r[:, None] * inverse.to_dense() * r)
+        return Dense(self.space, r * inverse.to_dense() * r.T) if self.prior.ndim else inverse
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         N, d, r = self._damped(float(damping))
-        logdet = N.logdet(d)
-        return logdet if r is None else logdet - 2 * r.log().sum()
+        return N.logdet(d) - 2 * r.log().sum()
 
 
 class LayeredCurvature:

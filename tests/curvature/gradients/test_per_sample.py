@@ -321,9 +321,8 @@ def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("most", [0, 1 << 22])
 def test_backprops_are_contracted_as_they_arrive(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a known plan, in portions of one layer or all together, some samples of a norm at a time."""
+    """Of a known plan, in portions of one layer or all together."""
     monkeypatch.setattr("curvature.gradients.per_sample.WAITING_BYTES", most)
-    monkeypatch.setattr("curvature.layers.normalisation.CACHED_ELEMENTS", 1)
     with seeded(0):
         model, x, y = deep(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4), size=4)
     portions: list[int] = []
