@@ -115,14 +115,13 @@ class ThroughOutputs:
         def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
             nonlocal found
             dims, count = run.batch.dims, run.batch.count
-            output, loss, target = run.samples_first()
+            output, _, _ = run.samples_first()
             found += inject.number(output, count) * count
             if found > limit:
                 raise NotFewRows
             weights = run.weights(inject)
             roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
-            sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
-            for number, (left, right) in enumerate(sent):
+            for number, (left, right) in enumerate(run.pairs(inject, generator)):
                 if right is not None:
                     raise NotFewRows
                 for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
