@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -57,6 +58,11 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
             found = None if differences({k: g[-1] for k, g in found.items()}, alone) else found
         plan.loop = found is None
         rows = by_loop(batch) if found is None else found
+    flat = (g.reshape(batch.count, math.prod(g.shape[1:])) for g in rows.values())
+    finite = torch.stack([g.sum(1).isfinite().to("cpu") for g in flat]).all(0)
+    for n in batch.without_terms(finite.logical_not().nonzero().flatten().tolist()):
+        for g in rows.values():
+            g[n] = 0
     return {name: [DenseGradients(g)] for name, g in rows.items()}
 
 

@@ -37,12 +37,11 @@ from curvature.losses.table import (
     per_sample_losses,
     reduction_of,
     resolve,
-    samples_without_terms,
 )
 
 __all__ = [
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum", "Prediction", "Random",
     "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_terms", "require_weighted_sum", "resolve", "sampled", "samples_without_terms", "shares_of_parts",
+    "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def _of_batch_and_samples(
 
 
 def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim: int, target_dim: int) -> bool | None:
-    """Whether the samples' own losses with these masses, up to a factor, are the batch's; None if that is not finite."""
+    """Whether the samples' own losses with these masses, up to a factor, are the batch's; None if it is not finite."""
     count, output = len(masses), output.to(torch.promote_types(output.dtype, torch.float32))
     points = [[point[0]] for point in islice(_points([output], count, output_dim), NEAR_POINTS)]
     by_sample = lambda parts: parts[0].movedim(output_dim, 0).reshape(count, -1)

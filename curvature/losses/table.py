@@ -265,16 +265,6 @@ def per_sample_losses(
     return torch.where(is_empty, math.nan, sums / torch.where(is_empty, 1, total))
 
 
-def samples_without_terms(
-    loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
-) -> list[int]:
-    """Numbers of the samples of which no term counts: their own loss is 0/0, while that of the batch is finite."""
-    with torch.no_grad():
-        values = per_sample_losses(loss, output.detach(), target, count, output_dim, target_dim)
-        found = _without_terms(resolve(loss), values, output, target)
-    return [] if found is None else found.nonzero().flatten().tolist()
-
-
 def _without_terms(loss: Loss, values: Tensor, output: Tensor, target: Any) -> Tensor | None:
     """(N,): whose own loss is 0/0, since no term counts: nan, where the batch's is finite; None if there are none."""
     is_nan = values.detach().isnan()

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.functional import ExactNorms
 from curvature.gradients import Batch, differences, either_form, over_samples, tried_by_vmap
 from curvature.linalg import full_precision, without_autocast
-from curvature.losses import Injection, Loss, samples_without_terms
+from curvature.losses import Injection, Loss
 from curvature.matrices.block_structure import require_injection, seed_of
 from curvature.matrices.builders import EXACT, hessian
 from curvature.matrices.passes import DataSource, RecordedBatch, zeros
@@ -113,7 +113,7 @@ def per_sample_hessian_diagonals(
         of = hessian(batch.model, loss, (sample.x, sample.y), sample_dim=sample_dim, parameters=list(batch.parameters))
         return of.to_dict(of.diagonal())
 
-    empty = _without_terms(batch)
+    empty = batch.without_terms(range(batch.count))
     counted = [n for n in range(batch.count) if n not in empty]
     if not counted:
         return zeros(space, batch.count)
@@ -128,15 +128,6 @@ def per_sample_hessian_diagonals(
         for name, own in (last if n == counted[-1] else alone(n)).items():
             found[name][n] = own
     return found
-
-
-def _without_terms(batch: Batch) -> list[int]:
-    """Numbers of the samples whose own loss is 0/0: their Hessian is zero."""
-    with preserve_state(batch.model), torch.no_grad():
-        output = batch.output()
-    if not isinstance(output, Tensor):
-        return []
-    return samples_without_terms(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
 
 
 def _by_vmap(batch: Batch, space: Space) -> dict[str, Tensor]:

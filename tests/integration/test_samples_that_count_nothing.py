@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from support.cases.case import Raw
 from support.oracles import brute_force as oracle
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
@@ -162,3 +163,57 @@ def test_a_smoothed_term_of_weight_zero_is_of_no_sample_also_after_a_batch_witho
     torch.testing.assert_close(curvature.gauss_newton(model, loss, (x, LABELS)).to_dense(), G)
     with pytest.raises(ValueError, match="all data as one batch"):
         curvature.gauss_newton(model, loss, [(x[:3], LABELS[:3]), (x[4:], LABELS[4:])]).to_dense()
+
+
+OUTPUTS = {
+    "tuple": (lambda m, x: (m.a(x), m.b(x)), lambda o: o[0] + o[1]),
+    "dict": (lambda m, x: {"a": m.a(x), "b": m.b(x)}, lambda o: o["a"] + o["b"]),
+    "without a rule": (lambda m, x: m.a(x).abs() ** m.s + m.b(x), lambda o: o),
+}
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_rows_of_the_general_path_are_zero(name: str, place: int) -> None:
+    run, joined = OUTPUTS[name]
+    torch.manual_seed(0)
+    model, x, own = Raw(run, a=nn.Linear(4, 3), b=nn.Linear(4, 3), s=(3,)), torch.randn(N, 4), torch.rand(N)
+    own[place] = 0
+    loss = lambda o, y: (entropies(joined(o), y[0]) * y[1]).sum() / y[1].sum()
+    expected = oracle.per_sample_gradients(model, loss, x, (LABELS, own))
+    for rows in expected.values():
+        assert name != "without a rule" or rows[place].isnan().any()
+        rows[place] = 0
+    for _ in range(2):
+        torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, (LABELS, own)), expected)
+    curvature.check_gradients(model, loss, x, (LABELS, own))
+
+
+def test_a_temperature_in_the_loss() -> None:
+    """Which the loss reads by itself."""
+    model, _, x, _ = prepared("squares")
+    model.register_parameter("log_scale", nn.Parameter(torch.tensor(0.3)))
+    loss = lambda o, y: of_samples(o * model.log_scale.exp(), y)
+    of_samples, y = LOSSES["weights in the target"][0], (LABELS, weights())
+    expected = oracle.per_sample_gradients(model, loss, x, y)
+    for rows in expected.values():
+        rows[NOTHING] = 0
+    torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
+
+
+def test_a_gradient_that_is_not_finite_for_another_reason_stays_so() -> None:
+    model, _, x, _ = prepared("squares")
+    y = torch.randn(N, CLASSES)
+    y[2, 1] = torch.nan
+    rows = curvature.per_sample_gradients(model, lambda o, t: F.mse_loss(o, t), x, y)["0.weight"]
+    assert rows[2].isnan().all() and rows[[0, 1, 3, 4, 5]].isfinite().all()
+    with pytest.raises(RuntimeError, match="gradient of sample 2"):
+        curvature.check_gradients(model, lambda o, t: F.mse_loss(o, t), x, y)
+
+
+def test_nested_tensors_are_refused_by_name() -> None:
+    x = torch.nested.nested_tensor([torch.randn(n, 4) for n in (2, 3)], layout=torch.jagged)
+    model = Raw(lambda m, x: torch.stack([m.a(part).mean(0) for part in x.unbind()]), a=nn.Linear(4, 3))
+    for name in ("per_sample_gradients", "fisher_diagonal"):
+        with pytest.raises(TypeError, match="x: found a nested tensor.*padded"):
+            getattr(curvature, name)(model, nn.CrossEntropyLoss(), x, LABELS[:2])
