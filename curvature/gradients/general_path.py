@@ -26,7 +26,7 @@ from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision
-from curvature.losses import NoWeightedSum, found_of, shares_of_parts
+from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -127,7 +127,7 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         whole = lambda point: batch.loss(at(back(point)), batch.y)
         alone = lambda point: _losses_of_parts(batch, at(back(point)), is_by_entry)
         shares_of_parts(batch.loss, point, batch.count, 0 if is_by_entry else batch.dims[1], whole, alone)
-    except NoWeightedSum:
+    except (LossVaries, NoWeightedSum):
         raise
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])

@@ -19,9 +19,11 @@ from curvature.losses.injections import (
 )
 from curvature.losses.likelihoods import LabelDistribution, Prediction
 from curvature.losses.masses import (
+    LossVaries,
     NoWeightedSum,
     SampleMasses,
     count_alike,
+    require_repeats,
     require_terms,
     require_weighted_sum,
     shares_of_parts,
@@ -40,8 +42,8 @@ from curvature.losses.table import (
 )
 
 __all__ = [
-    "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum", "Prediction", "Random",
-    "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
+    "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
+    "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
+    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

@@ -52,6 +52,24 @@ class NoWeightedSum(ValueError):
         )
 
 
+class LossVaries(ValueError):
+    """Two calls of the loss with the same arguments differ."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(
+            f"{name_of(loss)}: two calls with the same arguments differ: it draws random numbers, or keeps something "
+            "in an object, so that its derivatives would be those of one call; what it keeps in attributes of an "
+            "nn.Module is left as it was"
+        )
+
+
+def require_repeats(loss: Loss, output: Tensor, target: Any) -> None:
+    """Raise `LossVaries` where a second call of the loss gives another value."""
+    whole, _ = _of_batch_and_samples(resolve(loss), target, 1, 0, 0)
+    point = [output.detach().nan_to_num(0.0, 0.0, 0.0)]
+    _require_same(loss, _slope(whole, point), whole, point)
+
+
 def require_weighted_sum(
     loss: Any, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor | None:
@@ -204,18 +222,14 @@ def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: 
 
 
 def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses, outputs: Point) -> None:
-    """Raise `NoWeightedSum` where the loss of a batch is another than at the first call, beyond rounding."""
+    """Raise `LossVaries` where the loss of a batch is another than at the first call, beyond rounding."""
     assert first is not None
     outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
     again, (value, slope) = _slope(whole, outputs)[0], first
     size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
-        raise NoWeightedSum(
-            loss,
-            "two calls with the same arguments differ: it draws random numbers, or keeps something in an object; what "
-            "it keeps in attributes of an nn.Module is left as it was",
-        )
+        raise LossVaries(loss)
 
 
 def _points(outputs: Point, count: int, dim: int) -> Iterator[Point]:

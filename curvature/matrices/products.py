@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from curvature.functional import TwiceDifferentiable, own_functions
 from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import cat, contradicts_differences, full_precision, matmul, stack, widen
-from curvature.losses import Injection, Random, require_terms
+from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
@@ -272,6 +272,8 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
             f"loss: it is {float(value[0].detach())} over a batch, so that it has no Hessian: no term of it counts "
             "(all targets ignored or of weight zero), or the model's output or a target is not finite"
         )
+    if type(run.batch.loss) not in TORCH_LOSSES:
+        require_repeats(run.batch.loss, run.output, run.batch.y)
     try:
         is_complete = _is_complete(value, run, along)
     except NotImplementedError as error:  # a RuntimeError, too
