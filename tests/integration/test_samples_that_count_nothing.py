@@ -14,7 +14,7 @@ import curvature
 from support.cases.case import Raw
 from support.oracles import brute_force as oracle
 
-pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
+pytestmark = pytest.mark.usefixtures("double")
 N, CLASSES = 6, 3
 NOTHING = [1, 5]  # numbers of the samples that count nothing
 COUNTED = [n for n in range(N) if n not in NOTHING]
@@ -92,6 +92,7 @@ def test_a_matrix_is_that_of_the_samples_that_count(name: str, matrix: str, ends
     torch.testing.assert_close(found, MATRICES[matrix](model, loss, (x[COUNTED], take(y, COUNTED))))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gauss_newton_matrix_and_the_hessian_are_those_of_the_batch(name: str) -> None:
     model, loss, x, y = prepared(name)
@@ -100,6 +101,7 @@ def test_the_gauss_newton_matrix_and_the_hessian_are_those_of_the_batch(name: st
     torch.testing.assert_close(curvature.hessian(model, loss, (x, y)).to_dense(), H)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", LOSSES)
 def test_rows_are_zero(name: str) -> None:
     model, loss, x, y = prepared(name)
