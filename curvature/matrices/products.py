@@ -311,7 +311,7 @@ def _is_stationary(value: Tensor, run: RecordedBatch) -> bool:
     """Whether the gradient of the loss at the output is nothing but rounding, which has no derivative to compare."""
     options: Any = {"create_graph": True, "materialize_grads": True}
     (slope,) = torch.autograd.grad(value, run.output, **options)
-    if not slope.requires_grad:
+    if not slope.requires_grad or slope.is_complex():  # linear, or of an output that says nothing here
         return False
     along = run.batch.probe(run.output).y * (1 + run.output.detach().square().mean().sqrt())
     change = torch.autograd.grad((slope * along).sum(), run.output, retain_graph=True, materialize_grads=True)[0]
