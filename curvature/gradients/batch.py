@@ -122,6 +122,11 @@ class Batch:
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
+        if any(t.is_nested for t in tensors_in(x, y)):
+            raise TypeError(
+                "x: found a nested tensor, of which no sample can be cut out; pass a padded tensor with a mask "
+                "(torch.nested.to_padded_tensor), or a PackedSequence"
+            )
         dims = _from_front(dims, model, x, y) if min(dims) < 0 else dims
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
@@ -225,6 +230,16 @@ class Batch:
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""
         return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
+
+    def without_terms(self, some: Iterable[int]) -> list[int]:
+        """Those of these samples of which no term counts: their own loss is 0/0, where that of the batch is finite."""
+
+        def value(batch: Batch) -> Tensor:
+            with preserve_state(self.model), torch.no_grad():
+                return self.loss(batch.output(), batch.y).detach()
+
+        nothing = [n for n in some if value(self.sample(n)).isnan()]
+        return nothing if nothing and value(self).isfinite() else []
 
     def in_double(self) -> Batch:
         """A copy in double precision, with a model of its own."""

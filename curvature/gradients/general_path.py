@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision
-from curvature.losses import NoWeightedSum, found_of, shares_of_parts
+from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -57,6 +58,11 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
             found = None if differences({k: g[-1] for k, g in found.items()}, alone) else found
         plan.loop = found is None
         rows = by_loop(batch) if found is None else found
+    flat = (g.reshape(batch.count, math.prod(g.shape[1:])) for g in rows.values())
+    finite = torch.stack([g.sum(1).isfinite().to("cpu") for g in flat]).all(0)
+    for n in batch.without_terms(finite.logical_not().nonzero().flatten().tolist()):
+        for g in rows.values():
+            g[n] = 0
     return {name: [DenseGradients(g)] for name, g in rows.items()}
 
 
@@ -121,7 +127,7 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         whole = lambda point: batch.loss(at(back(point)), batch.y)
         alone = lambda point: _losses_of_parts(batch, at(back(point)), is_by_entry)
         shares_of_parts(batch.loss, point, batch.count, 0 if is_by_entry else batch.dims[1], whole, alone)
-    except NoWeightedSum:
+    except (LossVaries, NoWeightedSum):
         raise
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])

@@ -67,12 +67,16 @@ def complete_changes(
 
 
 def changes_by_backward_passes(
-    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]]
-) -> list[list[Tensor]]:
-    """`output_changes` without a check: what a function's backward pass hides from autograd is lost."""
+    outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
+    vector: float = 0.0,
+) -> list[list[Tensor]]:  # fmt: skip
+    """`output_changes` without a check: what a function's backward pass hides from autograd is lost.
+
+    `vector` fills the vectors that go back: a few functions of torch cannot differentiate the pass of zeros.
+    """
     # torch cannot differentiate a look-up in a table without rows twice, and nothing without entries changes outputs
     names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
-    vectors = [torch.zeros_like(out, requires_grad=True) for out in outputs]
+    vectors = [torch.full_like(out, vector, requires_grad=True) for out in outputs]
     options: Any = {"allow_unused": True}
     with torch.enable_grad():
         found = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, create_graph=True, **options)

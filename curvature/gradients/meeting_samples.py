@@ -68,7 +68,8 @@ class SamplesMeet(ValueError):
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by four forward passes from where the recorded one began and one of a single sample, and remembered. It is
+    Found by four forward passes (six of 4 or 6 samples) from where the recorded one began and one of a single sample,
+    and remembered. It is
     asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new, or
     entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix samples now; and of every
     pass in which data may say which samples meet: by three passes and the single sample, at the parameters as they are.
@@ -112,7 +113,7 @@ def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
         parts = _parts(batch.count, is_scattered)
         try:
             with moved(moves):
-                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:2])
+                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:-1])
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""
@@ -156,14 +157,17 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
 
 def _parts(count: int, is_scattered: bool) -> list[Tensor]:
-    """The samples in two parts, drawn or one after the other, each in order; and the last sample."""
+    """The samples in two parts, drawn or one after the other, each in order; halves, too, of which the former are none;
+    and the last sample."""
     order = torch.arange(count, device="cpu")
     if is_scattered:  # the first and the last sample are apart, for models that turn the batch round
         drawn = torch.Generator().manual_seed(0)
         order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
     # no divisor in common with the size of the batch: wherever groups of one size meet, one of them is divided
     size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
-    return [order[:size].sort().values, order[size:].sort().values, order[-1:]]
+    # a part of one sample does not see others change places
+    sizes = [size, count // 2] if size == 1 and count > 3 else [size]
+    return [*(part.sort().values for k in sizes for part in (order[:k], order[k:])), order[-1:]]
 
 
 def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:

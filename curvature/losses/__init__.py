@@ -10,6 +10,7 @@ from curvature.losses.injections import (
     Curved,
     Injection,
     Random,
+    VectorPair,
     empirical,
     exact,
     isotropic,
@@ -17,7 +18,16 @@ from curvature.losses.injections import (
     sampled,
 )
 from curvature.losses.likelihoods import LabelDistribution, Prediction
-from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum, shares_of_parts
+from curvature.losses.masses import (
+    LossVaries,
+    NoWeightedSum,
+    SampleMasses,
+    count_alike,
+    require_repeats,
+    require_terms,
+    require_weighted_sum,
+    shares_of_parts,
+)
 from curvature.losses.own_state import found_of
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
@@ -32,8 +42,8 @@ from curvature.losses.table import (
 )
 
 __all__ = [
-    "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
-    "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact", "found_of",
-    "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
-    "reduction_of", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
+    "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
+    "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
+    "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
+    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

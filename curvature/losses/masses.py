@@ -9,6 +9,7 @@ which samples meet (contrastive losses, the root of a mean). Torch's losses have
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -37,6 +38,7 @@ MOST_CHECKED = 10_000
 FEW, FEWEST, FEW_ELEMENTS = 8, 3, 1 << 16  # samples of one batch that are asked again; entries of their outputs
 Point = Sequence[Tensor]  # the outputs of a model
 Losses = Callable[[Point], Tensor]
+Row = tuple[Tensor, Tensor]  # the gradient of the batch's loss at one point, and those of the samples' own: (N, D)
 
 
 class NoWeightedSum(ValueError):
@@ -48,6 +50,24 @@ class NoWeightedSum(ValueError):
             "sample has a loss or a gradient of its own. curvature.hessian() and curvature.gauss_newton() give its "
             "matrices, with all data as one batch"
         )
+
+
+class LossVaries(ValueError):
+    """Two calls of the loss with the same arguments differ."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(
+            f"{name_of(loss)}: two calls with the same arguments differ: it draws random numbers, or keeps something "
+            "in an object, so that its derivatives would be those of one call; what it keeps in attributes of an "
+            "nn.Module is left as it was"
+        )
+
+
+def require_repeats(loss: Loss, output: Tensor, target: Any) -> None:
+    """Raise `LossVaries` where a second call of the loss gives another value."""
+    whole, _ = _of_batch_and_samples(resolve(loss), target, 1, 0, 0)
+    point = [output.detach().nan_to_num(0.0, 0.0, 0.0)]
+    _require_same(loss, _slope(whole, point), whole, point)
 
 
 def require_weighted_sum(
@@ -63,10 +83,14 @@ def require_weighted_sum(
     # losses of one kind do the same but for their weights, unless an object has more than settings
     kind = type(loss), tuple(sorted(settings.items())), weights, batch
     has_hooks = loss._forward_hooks or loss._forward_pre_hooks
-    is_told = not has_hooks and all(isinstance(value, PLAIN) for value in settings.values())
+    # a term of mass zero that is not zero, by its smoothing, fits no sample
+    may_be_left = bool(settings.get("label_smoothing")) and loss.weight is not None and bool((loss.weight == 0).any())
+    is_told = not has_hooks and not may_be_left and all(isinstance(value, PLAIN) for value in settings.values())
     if count == 1 or (is_told and kind in CHECKED):
         return None
     measured, masses = shares(loss, *where), sample_masses(loss, *where)
+    if measured.isnan().any():  # a target that is, say: nothing was told
+        return None
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
         some = [", ".join(f"{float(v):.3g}" for v in values[:4]) for values in (measured, expected)]
@@ -92,7 +116,10 @@ def count_alike(
 
 
 def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:
-    """The shares m_n of the samples' own losses, (N,); zero where the loss depends on the sample at no output tried."""
+    """The shares m_n of the samples' own losses, (N,); zero where the loss depends on the sample at no output tried.
+
+    All are nan where the loss of the batch is not finite, though a sample's is.
+    """
     dtype = torch.promote_types(output.dtype, torch.float32)
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
@@ -121,14 +148,23 @@ def _of_batch_and_samples(
     return whole, alone
 
 
-def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim: int, target_dim: int) -> bool:
-    """Whether the samples' own losses with these masses, up to a factor, are the loss of the batch."""
+def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim: int, target_dim: int) -> bool | None:
+    """Whether the samples' own losses with these masses, up to a factor, are the batch's; None if it is not finite."""
     count, output = len(masses), output.to(torch.promote_types(output.dtype, torch.float32))
-    points = list(islice(_points([output], count, output_dim), NEAR_POINTS))
-    whole, alone = (
-        torch.stack([_slope(f, point)[1][0].movedim(output_dim, 0).reshape(count, -1) for point in points])
-        for f in _of_batch_and_samples(loss, target, count, output_dim, target_dim)
-    )
+    points = [[point[0]] for point in islice(_points([output], count, output_dim), NEAR_POINTS)]
+    by_sample = lambda parts: parts[0].movedim(output_dim, 0).reshape(count, -1)
+    losses = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
+    rows = [(by_sample(_slope(losses[0], p)[1]), by_sample(_slope(losses[1], p)[1])) for p in points]
+    if not rows[0][0].isfinite().all():
+        return None
+    return _is_sum(masses, rows) or _is_sum(masses, _changes_of_slopes(rows, points, *losses, by_sample))
+
+
+def _is_sum(masses: Tensor, rows: Sequence[Row]) -> bool:
+    """Whether the gradients of the batch are those of its samples with these masses, up to a factor."""
+    if not rows:
+        return False
+    whole, alone = (torch.stack(column) for column in zip(*rows, strict=True))
     parts = masses.to(whole)[:, None] * alone.nan_to_num(0.0, 0.0, 0.0)
     factor = (whole * parts).sum() / parts.square().sum()
     left = whole - factor.nan_to_num(0.0) * parts
@@ -138,7 +174,8 @@ def _explain(loss: Loss, masses: Tensor, output: Tensor, target: Any, output_dim
 def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Losses, alone: Losses) -> Tensor:
     """`shares` of a loss of several outputs, at least float32: a sample has one share in all that it has of them."""
     by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0].real) for t in parts], 1)
-    rows: list[tuple[Tensor, Tensor]] = []
+    rows: list[Row] = []
+    points: list[Point] = []
     first: tuple[Tensor, Point] | None = None
     empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
     for point in _points(outputs, count, dim):
@@ -155,11 +192,12 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
         empty |= values.isnan().to(empty.device)
         if all(g.isfinite().all() for g in batch):
             rows.append((by_sample(batch), by_sample(slope).nan_to_num(0.0, 0.0, 0.0)))
+            points.append(point)
     if not rows:
-        return outputs[0].real.new_zeros(count)
+        return outputs[0].real.new_full((count,), 0.0 if empty.all() else math.nan)
     found, key = found_of(loss), ("repeats", tuple(t.shape for t in outputs), outputs[0].dtype)
     try:
-        result = _quotients(loss, rows, empty)
+        result = _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
     except NoWeightedSum:
         _require_same(loss, first, whole, outputs)
         raise
@@ -169,19 +207,29 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
     return result
 
 
+def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: Tensor) -> Tensor:
+    """The shares by gradients, or by their changes where gradients tell nothing but rounding."""
+    try:
+        result = _quotients(loss, rows, empty)
+        if result.any():
+            return result
+        others = changes()
+    except NoWeightedSum:
+        others = changes()
+        if not others:
+            raise
+    return _quotients(loss, others, empty) if others else result
+
+
 def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses, outputs: Point) -> None:
-    """Raise `NoWeightedSum` where the loss of a batch is another than at the first call, beyond rounding."""
+    """Raise `LossVaries` where the loss of a batch is another than at the first call, beyond rounding."""
     assert first is not None
     outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
     again, (value, slope) = _slope(whole, outputs)[0], first
     size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
-        raise NoWeightedSum(
-            loss,
-            "two calls with the same arguments differ: it draws random numbers, or keeps something in an object; what "
-            "it keeps in attributes of an nn.Module is left as it was",
-        )
+        raise LossVaries(loss)
 
 
 def _points(outputs: Point, count: int, dim: int) -> Iterator[Point]:
@@ -216,18 +264,55 @@ def _slope(losses: Losses, point: Point) -> tuple[Tensor, Point]:
     return values.detach(), [_as_real(part) for part in slope]
 
 
+def _changes_of_slopes(
+    rows: Sequence[Row], points: Sequence[Point], whole: Losses, alone: Losses, by_sample: Callable[[Point], Tensor]
+) -> list[Row]:
+    """The same of second derivatives along a random direction, if slopes are nothing but rounding; none otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    changes: list[Row] = []
+    for (slope, own), point in zip(rows, points, strict=True):
+        drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x) for x in point]
+        along = [v * (1 + x.abs().square().mean().sqrt()) for v, x in zip(drawn, point, strict=True)]
+        try:
+            of_batch, of_samples = (by_sample(_change_of_slope(f, point, along)) for f in (whole, alone))
+        except RuntimeError as error:  # of a function without second derivative
+            log.info("second derivatives do not tell what samples count: %s", str(error).split("\n")[0])
+            return []
+        rounding = 1e3 * torch.finfo(slope.dtype).eps * of_batch.norm()
+        if not of_batch.isfinite().all() or max(slope.norm(), own.norm()) > rounding:
+            return []
+        changes.append((of_batch, of_samples.nan_to_num(0.0, 0.0, 0.0)))
+    return changes
+
+
+def _change_of_slope(losses: Losses, point: Point, along: Point) -> Point:
+    """How the gradient of the sum of the losses changes along a direction."""
+    point = [part.detach().requires_grad_() for part in point]
+    options: Any = {"materialize_grads": True, "allow_unused": True}
+    with torch.enable_grad():
+        value = losses(point).sum()
+        slopes = torch.autograd.grad(value, point, create_graph=True, **options) if value.requires_grad else []
+        inner = sum(
+            ((torch.view_as_real(g.resolve_conj()) if g.is_complex() else g) * _as_real(v)).sum()
+            for g, v in zip(slopes, along, strict=False)
+        )
+        if not isinstance(inner, Tensor) or not inner.requires_grad:
+            return [torch.zeros_like(_as_real(part)) for part in point]
+        return [_as_real(part) for part in torch.autograd.grad(inner, point, **options)]
+
+
 def _as_real(x: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones."""
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x
 
 
-def _is_known(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _is_known(rows: list[Row]) -> Tensor:
     """(N,): whether the sample's own loss has a gradient that is more than rounding at one of the points."""
     sizes = torch.stack([slope.norm(dim=1) for _, slope in rows]).amax(0)
     return sizes > 1e3 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 
-def _quotients(loss: Loss, rows: list[tuple[Tensor, Tensor]], empty: Tensor) -> Tensor:
+def _quotients(loss: Loss, rows: list[Row], empty: Tensor) -> Tensor:
     batch, alone = (torch.stack(column) for column in zip(*rows, strict=True))  # (points, N, D)
     is_known = _is_known(rows)
     measured = torch.where(is_known, (batch * alone).sum((0, 2)) / alone.square().sum((0, 2)), 0)
@@ -259,6 +344,12 @@ def _near(values: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool(((values - expected).abs() <= 10 * torch.finfo(values.dtype).eps ** 0.5 * scale).all())
 
 
+def require_terms(mass: float) -> None:
+    """Refuse a mean loss in which nothing counts."""
+    if not mass:
+        raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
+
+
 class SampleMasses:
     """The masses of the samples of all data, batch by batch, in one unit: the loss of all data as one batch is
     ``sum_n m_n l_n``, divided by ``sum_n m_n`` unless `is_sum`.
@@ -277,11 +368,16 @@ class SampleMasses:
         self.compared: set[int] = set()  # numbers of batches
         self.is_plain = True  # whether every sample counts as much as any other
         self.kind = ""  # of a callable: "mean", "sum", "other"; "" where nothing has told, which counts as a mean
+        self.is_untold = False  # whether nothing counts in a batch, unless its loss is not finite for another reason
+        self.seen: set[int] = set()  # numbers of all batches
+        self.apart: set[int] = set()  # of those whose samples were asked whether they meet in the model, and do not
+        self.only: ValueError | None = None  # why there may be no other batch than those seen
 
     def of(
         self, number: int, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
     ) -> Tensor:
         """(N,), of the batch of this number; ValueError where it is not known how it counts beside others."""
+        self._see(number)
         if self.loss is None:
             return output.new_ones(count, dtype=torch.promote_types(output.dtype, torch.float32))
         if dim_of_terms(self.loss, output, target, output_dim, target_dim) is not None:
@@ -306,8 +402,8 @@ class SampleMasses:
         if not self.known and masses.any():  # one that counts
             some = list(dict.fromkeys([int(masses.argmax()), *some]))
         own = [(*_sample(n, output, target, count, dims), masses[n]) for n in some]
-        if self.known and (len(self.compared) < FEW or not self.is_plain):
-            outputs, targets, known = zip(*own, *self.known, strict=True)
+        outputs, targets, known = zip(*own, *self.known, strict=True)
+        if self.known and any(known) and (len(self.compared) < FEW or not self.is_plain):
             try:
                 both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
@@ -316,16 +412,34 @@ class SampleMasses:
                 same = _explain(self.loss, torch.stack(known), *both, *dims)
             except Exception as error:  # whatever a loss raises that takes no other number of samples
                 raise self._only_one_batch(f"it does not run on some of their samples: {error}") from error
+            if same is None:
+                raise self._not_finite()
             if not same:
                 raise self._only_one_batch("how much a sample counts in it depends on the others")
         self.known = (self.known + own)[: 2 * few]
 
     def whole(self, number: int, output: Tensor) -> Tensor:
         """(1,): the mass of a batch whose samples meet in the loss; ValueError unless it is the only one."""
-        if self.first is not None and number != self.first:
-            raise self._only_one_batch("its samples meet in it")
+        self.require_only(number, self._only_one_batch("its samples meet in it"))
         self.first, self.is_sum, self.kind = number, True, "other"
         return output.new_ones(1, dtype=torch.promote_types(output.dtype, torch.float32))
+
+    def require_only(self, number: int, error: ValueError) -> None:
+        """Raise the error if there is another batch than this one, now or later."""
+        self._see(number)
+        self.only = error
+        if len(self.seen) > 1:
+            raise error
+
+    def _see(self, number: int) -> None:
+        self.seen.add(number)
+        if self.only is not None and len(self.seen) > 1:
+            raise self.only
+
+    def require_told(self) -> None:
+        """Raise ValueError where no sample of any batch has told that those which count nothing are right so."""
+        if self.is_untold and self.first is None:
+            require_terms(0)
 
     def require_common_unit(self) -> None:
         """Raise ValueError for masses in a unit of this pass: its sums and those of other data cannot be added."""
@@ -336,9 +450,10 @@ class SampleMasses:
             )
 
     def _of_first(self, number: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
-        measured = shares(self.loss, output, target, count, *dims)
+        measured = self._shares(output, target, count, dims)
         n = int(measured.argmax())
         if measured[n] <= 0:
+            self.is_untold = True
             return measured
         one = _sample(n, output.detach(), target, count, dims)
         if self.first is None:
@@ -352,11 +467,23 @@ class SampleMasses:
         self.reference = *one, masses[n]
         return masses
 
+    def _shares(self, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
+        measured = shares(self.loss, output, target, count, *dims)
+        if measured.isnan().any():
+            raise self._not_finite()
+        return measured
+
+    def _not_finite(self) -> ValueError:
+        return ValueError(
+            f"{name_of(self.loss)}: the loss of a batch, or its gradient, is nan or infinite where the model's output "
+            "is finite: leave out the samples for which it is (a target that is nan?), or give them no part in it"
+        )
+
     def _beside_itself(self, output: Tensor, target: Any, dims: tuple[int, int]) -> tuple[str, bool]:
         """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
         try:
             both = torch.cat([output, output], dims[0])
-            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims)
+            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
         except Exception as error:  # whatever a loss raises that takes no other number of samples
             log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
             return "", True
@@ -372,10 +499,10 @@ class SampleMasses:
             both = torch.cat([output_of_one, output.detach()], dims[0])
             targets = _joined([target_of_one, target], dims[1])
         except RuntimeError as error:
-            if self.kind == "sum" and _kind(measured := shares(self.loss, output, target, count, *dims)) != "mean":
+            if self.kind == "sum" and _kind(measured := self._shares(output, target, count, dims)) != "mean":
                 return measured
             raise self._only_one_batch(f"their outputs or targets do not fit together: {error}") from error
-        measured = shares(self.loss, both, targets, count + 1, *dims)
+        measured = self._shares(both, targets, count + 1, dims)
         if not measured[1:].any() and _near(measured[0], measured.new_ones(()), measured[0]):
             return measured[1:]  # no term of this batch counts
         kind = _kind(measured)

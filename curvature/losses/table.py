@@ -227,7 +227,7 @@ def per_sample_losses(
 ) -> Tensor:
     """The loss of every sample alone (N,): l_n is ``loss`` called on a batch of that one sample.
 
-    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean. The output has
+    Differentiable in ``output``. If no term of a sample counts, nan with gradient zero, as torch's mean. The output has
     N = ``count`` samples along ``output_dim``, or m consecutive rows for each; so has every tensor of the target (which
     may be None, or a tuple, list or dict) along ``target_dim``, with its own m. Of a callable only the arguments are
     split into samples; ``weight`` and ``pos_weight`` of a torch loss are split with the output.
@@ -244,14 +244,35 @@ def per_sample_losses(
             )
     dim = dim_of_terms(loss, output, target, output_dim, target_dim)
     if row is None or dim is None:
-        return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
+        values = _sample_by_sample(loss, output, target, count, output_dim, target_dim)
+        is_empty = _without_terms(loss, values, output, target)
+        if is_empty is None:
+            return values
+        each = is_empty.repeat_interleave(output.shape[output_dim] // count)
+        each = each.reshape(-1, *[1] * (output.ndim - output_dim - 1))
+        counted = torch.where(each, output.detach(), output)  # which lets no gradient through, even nan
+        return _sample_by_sample(loss, counted, target, count, output_dim, target_dim)
 
     terms = row.terms(loss, output, target)
     sums = _sum_by_sample(terms, count, dim)
     if not mean:
         return sums
     masses = row.masses(loss, target) if row.masses else None
-    return sums / (terms.numel() // count if masses is None else _sum_by_sample(masses, count, dim))
+    if masses is None:
+        return sums / (terms.numel() // count)
+    total = _sum_by_sample(masses, count, dim)
+    is_empty = (total == 0) & (sums == 0)
+    return torch.where(is_empty, math.nan, sums / torch.where(is_empty, 1, total))
+
+
+def _without_terms(loss: Loss, values: Tensor, output: Tensor, target: Any) -> Tensor | None:
+    """(N,): whose own loss is 0/0, since no term counts: nan, where the batch's is finite; None if there are none."""
+    is_nan = values.detach().isnan()
+    if not is_nan.any():
+        return None
+    with torch.no_grad():
+        whole = loss(output.detach().clone(), map_target(torch.clone, target))
+    return is_nan if require_scalar(loss, whole, "a batch").isfinite() else None
 
 
 def sample_masses(

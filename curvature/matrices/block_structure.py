@@ -9,7 +9,7 @@ import torch
 
 from curvature.kronecker import Scheme
 from curvature.linalg import without_autocast
-from curvature.losses import SEED, Injection
+from curvature.losses import SEED, Injection, require_terms
 from curvature.matrices.accumulators import (
     Accumulator,
     Chunk,
@@ -21,7 +21,7 @@ from curvature.matrices.accumulators import (
     Result,
     RowRangeAccumulator,
 )
-from curvature.matrices.passes import DataSource, RecordedBatch, require_terms
+from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import Progress, StoredSums
 from curvature.operators import DENSE_LIMIT, Space

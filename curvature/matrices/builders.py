@@ -51,7 +51,8 @@ def fisher_diagonal(
     """The diagonal of the Fisher matrix over all of `data`, or of what else `inject` estimates.
 
     Args:
-        model: any module whose samples are independent (no BatchNorm in training mode).
+        model: any module, but for BatchNorm in training mode. If its samples meet otherwise, `data` must be one batch,
+            and count as one sample: this is the diagonal of `gauss_newton`, for likelihoods with the expected Hessian.
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``; None is enough for `isotropic`.
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
             dict of keyword arguments. All builders take x and y as two arguments, too.
@@ -71,9 +72,11 @@ def fisher_diagonal(
         ``{name: tensor like the parameter}`` in the order of ``named_parameters()``, in units of loss / parameter^2.
 
     Raises:
-        ValueError: samples are not independent (named), the loss has no scalar reduction or, for the injection, no
-            likelihood, no term of the loss counts, no parameter has one of the names (near ones are shown), or there
-            are no data. With `store`: the data shuffle, or the file was begun with something else (it is named).
+        ValueError: the model has BatchNorm in training mode; samples meet in the loss, or in the model and there are
+            several batches or `inject` is `empirical` (the module is named); the loss has no scalar reduction or, for
+            the injection, no likelihood, no term of it counts, or it is not finite; no parameter has one of the names
+            (near ones are shown), or there are no data. With `store`: the data shuffle, or the file was begun with
+            something else (it is named).
         TypeError: an argument of the wrong kind.
 
     One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes one vector for each
@@ -162,7 +165,8 @@ def gauss_newton(
 ) -> MatrixFree:
     """The (generalised) Gauss-Newton matrix ``J^T H J``, where H is the Hessian of the loss at the output.
 
-    The loss may be any twice differentiable one; if H is indefinite, so is the matrix. For cross-entropy, mean squared
+    The loss may be any twice differentiable one, also one in which samples meet, if `data` are one batch; if H is
+    indefinite, so is the matrix. For cross-entropy, mean squared
     error and binary cross-entropy with logits it equals `fisher`. A loss on log-probabilities (``NLLLoss``) has H = 0,
     which makes the matrix zero (the log says so): use ``CrossEntropyLoss`` on logits, or `fisher`.
 
@@ -245,7 +249,8 @@ def kfac(
             own. The other parameters of its layer then have a block without it, a bias alone an exact one.
 
     Raises:
-        ValueError: a factor has more than 30,000 rows, and its layer no structure of its own.
+        ValueError: samples meet in the model; a factor has more than 30,000 rows, and its layer no structure of its
+            own.
 
     A layer without Kronecker factors gets its exact block or, above 1024 parameters, its exact diagonal. Other
     arguments and errors are those of `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).

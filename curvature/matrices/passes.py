@@ -27,6 +27,7 @@ from curvature.losses import (
     Loss,
     NoWeightedSum,
     SampleMasses,
+    VectorPair,
     is_entrywise,
     name_of,
     reduction_of,
@@ -53,6 +54,10 @@ ROWS = (
 BATCHES = (
     "loss: {} reads {} itself, so that how several batches make up the loss of all data cannot be told. Give all data "
     "as one batch"
+)
+MANY = (
+    "{}: the output of a sample changes with the other samples of its batch, so that several batches do not make up "
+    "the loss of all data. Give all data as one batch"
 )
 
 
@@ -119,6 +124,7 @@ class DataSource:
             raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
         if not seen:
             raise ValueError("x: there is no sample, all batches are empty")
+        self.masses.require_told()
 
     @contextmanager
     def surroundings(self) -> Iterator[ModelState]:
@@ -131,12 +137,6 @@ class DataSource:
     def is_sum(self) -> bool:
         """Whether the loss is a sum over samples, not a mean; of a callable, once a batch has told."""
         return self.masses.is_sum
-
-
-def require_terms(mass: float) -> None:
-    """Refuse a mean loss in which nothing counts."""
-    if not mass:
-        raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
 
 
 class NotFewRows(Exception):
@@ -190,14 +190,26 @@ class RecordedBatch:
                 raise
             return self._as_one_sample(error, self.masses.whole(self.number, self.output))
         if by_rows or inject.is_random or not inject.weighs_samples:
-            with AttentionInBlocks():
-                where = gradients.where_samples_meet(self.batch, self.tape)
+            where = self._where_samples_meet()
             if where and (not inject.weighs_samples or self.batch.is_uneven):
                 raise SamplesMeet(where)
             if where:
                 total = masses.new_ones(1) if self.masses.is_sum else masses.sum()[None]
                 return self._as_one_sample(SamplesMeet(where), total)
         return self
+
+    def _where_samples_meet(self) -> str:
+        """As `gradients.where_samples_meet`; ValueError if they meet in one of several batches."""
+        with AttentionInBlocks():
+            where = gradients.where_samples_meet(self.batch, self.tape)
+        if where:
+            self.masses.require_only(self.number, ValueError(MANY.format(where)))
+        return where
+
+    def require_only_if_samples_meet(self, is_single: bool) -> None:
+        """Raise ValueError for one of several batches, if its samples meet in the model: asked once of each batch."""
+        if not is_single and self.number not in self.masses.apart and not self._where_samples_meet():
+            self.masses.apart.add(self.number)
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
         batch = replace(self.batch, count=1)
@@ -208,11 +220,9 @@ class RecordedBatch:
 
     def require_apart(self) -> None:
         """Raise `SamplesMeet` for a batch whose samples meet in the model."""
-        if self.whole is None:
-            with AttentionInBlocks():
-                where = gradients.where_samples_meet(self.batch, self.tape)
-            if where:
-                raise SamplesMeet(where)
+        where = self._where_samples_meet() if self.whole is None else ""
+        if where:
+            raise SamplesMeet(where)
 
     def mass_of_batch(self) -> float:
         """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean."""
@@ -305,12 +315,11 @@ class RecordedBatch:
 
     def chunks(self, inject: Injection, generator: torch.Generator, as_rows: bool = False) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time; as rows times the roots of weights."""
-        count, axis = self.batch.count, self.batch.dims[1] + 1
+        axis = self.batch.dims[1] + 1
         weights, first = self.weights(inject), True
         roots = self.by_row(weights.sqrt()) if as_rows else None
         _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
-        options: Any = {"count": count, "size": self.chunk_size, "generator": generator}
-        for left, right in inject.pairs(*self.samples_first(), **options):
+        for left, right in self.pairs(inject, generator):
             if roots is not None:
                 if right is not None:
                     raise NotFewRows
@@ -325,6 +334,19 @@ class RecordedBatch:
         """A number of each sample (N,), to multiply the rows of outputs with their samples first."""
         rows = self.output.shape[self.batch.dims[1]] // self.batch.count
         return each.repeat_interleave(rows).reshape(-1, *[1] * (self.output.ndim - 1))
+
+    def pairs(self, inject: Injection, generator: torch.Generator) -> Iterator[VectorPair]:
+        """Those of the injection, with the samples along dim 1; zero if no sample counts, whose losses are 0/0."""
+        output, loss, target = self.samples_first()
+        if not self.counts:
+            return iter([(torch.zeros_like(output)[None], None)])
+        options: Any = {"count": self.batch.count, "size": self.chunk_size, "generator": generator}
+        return inject.pairs(output, loss, target, **options)
+
+    @property
+    def counts(self) -> bool:
+        """Whether any sample counts in the loss of the batch."""
+        return bool(self._masses.any())
 
     def samples_first(self) -> tuple[Tensor, Loss | None, Any]:
         """Output, detached, loss and target with the samples along dim 0 of both tensors."""

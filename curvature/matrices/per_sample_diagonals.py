@@ -113,12 +113,21 @@ def per_sample_hessian_diagonals(
         of = hessian(batch.model, loss, (sample.x, sample.y), sample_dim=sample_dim, parameters=list(batch.parameters))
         return of.to_dict(of.diagonal())
 
-    last = alone(batch.count - 1)
+    empty = batch.without_terms(range(batch.count))
+    counted = [n for n in range(batch.count) if n not in empty]
+    if not counted:
+        return zeros(space, batch.count)
+    last = alone(counted[-1])
     found = None if batch.is_uneven else tried_by_vmap(lambda: _by_vmap(batch, space))
-    if found and not differences({name: rows[-1] for name, rows in found.items()}, last):
+    if found and not differences({name: rows[counted[-1]] for name, rows in found.items()}, last):
+        for rows in found.values():
+            rows[empty] = 0
         return found
-    rows = [*(alone(n) for n in range(batch.count - 1)), last]
-    return {name: torch.stack([row[name] for row in rows]) for name in space.names}
+    found = zeros(space, batch.count)
+    for n in counted:
+        for name, own in (last if n == counted[-1] else alone(n)).items():
+            found[name][n] = own
+    return found
 
 
 def _by_vmap(batch: Batch, space: Space) -> dict[str, Tensor]:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from curvature.functional import TwiceDifferentiable, own_functions
 from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import contradicts_differences, full_precision, matmul, widen
-from curvature.losses import Injection, Random
+from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, require_terms
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, tensors_in
 
@@ -120,6 +120,7 @@ class Repeated:
             weights.append(weight)
 
         def visit(run: RecordedBatch) -> None:
+            run.require_only_if_samples_meet(self.is_single)
             product = prepare(run, self.is_single)
             add(*product)
             if self.kept is not None and not run.one_pass:
@@ -201,9 +202,10 @@ def through_outputs(
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     at_once = _columns_at_once(run)
     changes_along, step = _changes(run, parameters, passes, inject)
+    counts = run.counts
 
     def put(part: Tensor, out: Tensor, add: bool) -> None:
-        changes = changes_along(part)
+        changes = changes_along(part) if counts else None
         if changes is None:
             return _put([None] * len(parameters), parameters, out, add)
         products = multiply()(changes.movedim(dims[1] + 1, 1))
@@ -263,16 +265,23 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
     value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
-    if value[0].isnan() and not run.mass_of_batch():
+    if value[0].isnan() and not run.mass_of_batch() and (not is_single or _has_finite_gradient(value[0], run)):
         return through_gradient(run, is_single)
+    if not value[0].isfinite():
+        raise ValueError(
+            f"loss: it is {float(value[0].detach())} over a batch, so that it has no Hessian: no term of it counts "
+            "(all targets ignored or of weight zero), or the model's output or a target is not finite"
+        )
+    if type(run.batch.loss) not in TORCH_LOSSES:
+        require_repeats(run.batch.loss, run.output, run.batch.y)
     try:
-        changes = changes_by_backward_passes(value, run.batch.parameters, along)
+        is_complete = _is_complete(value, run, along)
     except NotImplementedError as error:  # a RuntimeError, too
         raise RuntimeError(
             f"torch has no Hessian of the loss: {error} gauss_newton() needs none of the model"
         ) from error
     names = ", ".join(own_functions(value))
-    if not are_adjoint(value, run.batch.parameters, along, changes):
+    if not is_complete:
         raise RuntimeError(
             "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
             f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
@@ -288,6 +297,30 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
             "from what forward has computed and put into ctx; gauss_newton() is exact without that"
         )
     return through_gradient(run, is_single)
+
+
+def _is_complete(value: list[Tensor], run: RecordedBatch, along: list[dict[str, Tensor]]) -> bool:
+    """Whether torch can differentiate the gradient of a value along a direction."""
+    parameters = run.batch.parameters
+    if _is_stationary(value[0], run):  # a random function of the output tells as much of the model
+        value = [run.batch.probe(run.output).loss_of(run.output)]
+    return are_adjoint(value, parameters, along, changes_by_backward_passes(value, parameters, along, 1.0))
+
+
+def _is_stationary(value: Tensor, run: RecordedBatch) -> bool:
+    """Whether the gradient of the loss at the output is nothing but rounding, which has no derivative to compare."""
+    options: Any = {"create_graph": True, "materialize_grads": True}
+    (slope,) = torch.autograd.grad(value, run.output, **options)
+    if not slope.requires_grad or slope.is_complex():  # linear, or of an output that says nothing here
+        return False
+    along = run.batch.probe(run.output).y * (1 + run.output.detach().square().mean().sqrt())
+    change = torch.autograd.grad((slope * along).sum(), run.output, retain_graph=True, materialize_grads=True)[0]
+    return bool(slope.norm() <= 1e3 * torch.finfo(slope.dtype).eps * change.norm())
+
+
+def _has_finite_gradient(value: Tensor, run: RecordedBatch) -> bool:
+    (slope,) = torch.autograd.grad(value, run.output, retain_graph=True, materialize_grads=True)
+    return bool(slope.isfinite().all())
 
 
 @full_precision()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from support.cases.case import Raw
 from support.comparisons import right_rows
 from support.oracles import brute_force as oracle
 
@@ -212,6 +213,31 @@ def test_a_loss_that_changes_from_call_to_call_is_refused(size: float) -> None:
         return F.cross_entropy(o, y) * (1 + size * 1e-4 * hidden.inner[0].calls)
 
     with pytest.raises(ValueError, match="two calls with the same arguments differ.*nn.Module"):
+        curvature.per_sample_gradients(model, loss, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+LOSSES_OF_CHANCE = {
+    "noise on the output": lambda o, y: F.cross_entropy(o + 0.1 * torch.randn_like(o), y),
+    "weights": lambda o, y: (F.cross_entropy(o, y, reduction="none") * torch.rand(len(o))).mean(),
+    "and samples that meet": lambda o, y: F.cross_entropy(o + torch.randn(()), y).sqrt() * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("name", ["gauss_newton", "hessian", "fisher", "empirical_fisher"])
+@pytest.mark.parametrize("loss", LOSSES_OF_CHANCE)
+def test_a_loss_that_draws_random_numbers_has_no_matrix(loss: str, name: str) -> None:
+    """Also where the matrix of the whole batch needs nothing of samples."""
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    operator = getattr(curvature, name)(model, LOSSES_OF_CHANCE[loss], x, y)
+    for form in (lambda: operator @ torch.ones(15), operator.to_dense):
+        with pytest.raises(ValueError, match="two calls with the same arguments differ: it draws random numbers"):
+            form()
+
+
+def test_a_loss_of_a_tuple_that_draws_random_numbers_is_refused() -> None:
+    model = Raw(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    loss = lambda o, y: F.cross_entropy(o[0] + o[1] * torch.rand(()), y)
+    with pytest.raises(ValueError, match="two calls with the same arguments differ: it draws random numbers"):
         curvature.per_sample_gradients(model, loss, torch.randn(5, 4), torch.randint(3, (5,)))
 
 

@@ -1,6 +1,7 @@
 """Per-sample losses against the plain loop of batch size one, written here and nowhere else."""
 
 import logging
+import math
 from collections import namedtuple
 from functools import partial
 
@@ -106,8 +107,13 @@ def test_sample_without_valid_place(name, shape, reduction):
 
 
 def test_class_of_weight_zero_and_indices_of_one_byte():
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 2, 3], dtype=DOUBLE))
-    agree(loss, randn(3, C, 2), torch.tensor([[0, 0], [0, 1], [2, 3]]), 3)
+    """The first sample's loss is 0/0, with gradient zero, as where all is ignored."""
+    loss, target = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 2, 3], dtype=DOUBLE)), [[0, 0], [0, 1], [2, 3]]
+    counted = lambda output: torch.cat(
+        [torch.full((1,), math.nan), loop(loss, output[1:], torch.tensor(target[1:]), 2)]
+    )
+    for given in (loss, lambda o, t: loss(o, t)):
+        agree(given, randn(3, C, 2), torch.tensor(target), 3, reference=counted)
     agree(nn.NLLLoss(weight=WEIGHT, ignore_index=1), randn(6, C), randint(C, (6,)).byte(), 3)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import curvature
 from support.cases.case import Raw
+from support.odd.functions import SineByNumpy
 from support.oracles.brute_force import of_the_batch
 
 N, DOUBLE = 6, torch.float64
@@ -132,6 +133,104 @@ def test_models_in_which_samples_meet(name, loss):
     for form in (operator.to_dense, operator.diagonal, lambda: operator @ drawn(len(G))):
         with pytest.raises(ValueError, match="the output of a sample changes"):
             form()
+
+
+@pytest.mark.parametrize("name", [name for name in MIXING if name != "graph"])  # of a fixed number of nodes
+def test_models_in_which_samples_meet_have_no_matrix_of_several_batches(name):
+    """It would be that of another model, in which samples meet only within their batch."""
+    for ends in ((3, 6), (1, 6), (5, 6)):
+        model = built(MIXING[name])
+        data = [(X[a:b], LABELS[a:b]) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
+        said = r"(b|model): the output of a sample changes.*all data as one batch"
+        for builder in (curvature.gauss_newton, curvature.fisher, curvature.hessian):
+            for _ in range(2):
+                operator = builder(model, nn.CrossEntropyLoss(), data)
+                for form in (operator.to_dense, operator.diagonal, lambda op=operator: op @ drawn(op.space.size)):
+                    with pytest.raises(ValueError, match=said):
+                        form()
+        for builder in (curvature.fisher_diagonal, curvature.fisher_blocks):
+            with pytest.raises(ValueError, match=said):
+                builder(model, nn.CrossEntropyLoss(), data)
+
+
+def test_whether_samples_meet_is_asked_once_of_each_batch():
+    model = built(lambda: Raw(lambda m, x: m.b(m.a(x)[torch.arange(len(x))].tanh()), a=nn.Linear(4, 5),
+                              b=nn.Linear(5, 3)))  # fmt: skip
+    G = curvature.gauss_newton(model, nn.CrossEntropyLoss(), [(X[:3], LABELS[:3]), (X[3:], LABELS[3:])])
+    G @ drawn(G.space.size)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    G @ drawn(G.space.size)
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.hessian])
+def test_samples_that_meet_in_the_loss_only_of_a_later_batch(builder):
+    """Pairs of samples with different labels: there are none in the first batch, but there are between the batches."""
+
+    def ranks(o, y):
+        return (F.softplus(o[:, :1].T - o[:, :1]) * (y[:, None] > y)).sum()
+
+    model, y = built(MODELS["mlp"]), torch.tensor([0, 0, 0, 1, 0, 2])
+    for parts in ([slice(0, 3), slice(3, 6)], [slice(3, 6), slice(0, 3)]):
+        with pytest.raises(ValueError, match="all data as one batch"):
+            builder(model, ranks, [(X[some], y[some]) for some in parts]).to_dense()
+
+
+STATIONARY = {  # at every output
+    "divergence": lambda o, t: F.kl_div(o.log_softmax(1), o.detach().log_softmax(1), log_target=True,
+                                        reduction="batchmean"),
+    "divergence from it": lambda o, t: F.kl_div(o.detach().log_softmax(1), o.log_softmax(1), log_target=True,
+                                                reduction="none").sum(),
+    "squares": lambda o, t: (o - o.detach()).square().mean(),
+    "weighted": lambda o, t: ((o - o.detach()).square().sum(1) * t[:, 0].exp()).sum() / t[:, 0].exp().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", STATIONARY)
+def test_losses_whose_gradient_is_zero(name, sizes):
+    """As of the divergence of a policy from itself, whose Hessian is the Fisher matrix."""
+    loss, model = STATIONARY[name], built(MODELS["mlp"])
+    G, H = of_the_batch(model, loss, X, Y)
+    torch.testing.assert_close(G, H)
+    data = list(zip(X.split(list(sizes)), Y.split(list(sizes)), strict=True))
+    for builder in (curvature.gauss_newton, curvature.fisher, curvature.hessian):
+        assert_all_forms(builder(model, loss, data), G)
+    diagonal = torch.cat([d.flatten() for d in curvature.fisher_diagonal(model, loss, data).values()])
+    torch.testing.assert_close(diagonal, G.diagonal())
+    rows = curvature.per_sample_gradients(model, loss, X, Y)
+    assert all(own.abs().max() < 1e-12 for own in rows.values())
+
+
+def test_losses_whose_gradient_is_zero_and_in_which_samples_meet():
+    loss, model = (
+        lambda o, t: ((o - o.detach()) @ t.T).square().mean() + (o - o.detach()).sum().square(),
+        built(MODELS["mlp"]),
+    )
+    G, _ = of_the_batch(model, loss, X, Y)
+    assert_all_forms(curvature.gauss_newton(model, loss, (X, Y)), G)
+    for function in (curvature.fisher_diagonal, curvature.per_sample_gradients):
+        with pytest.raises(ValueError, match="no weighted sum"):
+            function(model, loss, X, Y)
+
+
+def test_the_hessian_of_a_loss_whose_gradient_is_zero_is_refused_where_torch_loses_a_part():
+    model = Raw(lambda m, x: SineByNumpy.apply(m.a(x)), a=nn.Linear(4, 3)).double()
+    with pytest.raises(RuntimeError, match=r"\(SineByNumpy\)"):
+        curvature.hessian(model, STATIONARY["squares"], (X, Y)).to_dense()
+
+
+def test_batch_norm_in_training_mode_is_refused_by_every_builder():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    for name in ("fisher_diagonal", "fisher_blocks", "kfac", "ekfac"):
+        with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
+            getattr(curvature, name)(model, nn.CrossEntropyLoss(), X, LABELS)
+    for name in ("fisher", "gauss_newton", "empirical_fisher", "hessian"):
+        operator = getattr(curvature, name)(model, nn.CrossEntropyLoss(), X, LABELS)
+        for form in (operator.diagonal, lambda op=operator: op @ drawn(op.space.size)):
+            with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
+                form()
 
 
 def test_sums_that_are_stored_are_of_plain_means_or_sums(tmp_path):
