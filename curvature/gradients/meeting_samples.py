@@ -69,10 +69,10 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
     Found by four forward passes (six of 4 or 6 samples) from where the recorded one began and one of a single sample,
-    and remembered. It is
-    asked again at another shape of the input; where a pass calls functions in an order or with numbers that are new, or
-    entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix samples now; and of every
-    pass in which data may say which samples meet: by three passes and the single sample, at the parameters as they are.
+    and remembered. It is asked again at another shape of the input; where a pass calls functions in an order or with
+    numbers that are new, or entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix
+    samples now; and of every pass in which data may say which samples meet: by three passes and the single sample, at
+    the parameters as they are.
     """
     known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
     buffers = [b for b in batch.model.buffers() if b.layout is torch.strided and not b.is_inference()]
@@ -157,15 +157,14 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
 
 
 def _parts(count: int, is_scattered: bool) -> list[Tensor]:
-    """The samples in two parts, drawn or one after the other, each in order; halves, too, of which the former are none;
-    and the last sample."""
+    """The samples in two parts, drawn or one after the other, each in order; halves, too, of few; the last sample."""
     order = torch.arange(count, device="cpu")
     if is_scattered:  # the first and the last sample are apart, for models that turn the batch round
         drawn = torch.Generator().manual_seed(0)
         order[1:-1] = 1 + torch.randperm(count - 2, generator=drawn, device="cpu")
     # no divisor in common with the size of the batch: wherever groups of one size meet, one of them is divided
     size = next(k for k in range(count // 2, 0, -1) if math.gcd(k, count) == 1)
-    # a part of one sample does not see others change places
+    # of 4 and 6 samples that is one, which changes places with no other: halves do
     sizes = [size, count // 2] if size == 1 and count > 3 else [size]
     return [*(part.sort().values for k in sizes for part in (order[:k], order[k:])), order[-1:]]
 

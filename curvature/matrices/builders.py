@@ -166,9 +166,9 @@ def gauss_newton(
     """The (generalised) Gauss-Newton matrix ``J^T H J``, where H is the Hessian of the loss at the output.
 
     The loss may be any twice differentiable one, also one in which samples meet, if `data` are one batch; if H is
-    indefinite, so is the matrix. For cross-entropy, mean squared
-    error and binary cross-entropy with logits it equals `fisher`. A loss on log-probabilities (``NLLLoss``) has H = 0,
-    which makes the matrix zero (the log says so): use ``CrossEntropyLoss`` on logits, or `fisher`.
+    indefinite, so is the matrix. For cross-entropy, mean squared error and binary cross-entropy with logits it equals
+    `fisher`. A loss on log-probabilities (``NLLLoss``) has H = 0, which makes the matrix zero (the log says so): use
+    ``CrossEntropyLoss`` on logits, or `fisher`.
 
     Arguments, errors and the operator that it returns are those of `fisher`. Source: Schraudolph 2002,
     doi:10.1162/08997660260028683.
