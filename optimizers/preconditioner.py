@@ -62,7 +62,7 @@ class Preconditioner:
         return self.store.blocks
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Number of blocks that are more than diagonals."""
         return len([b for b in self.blocks if b.structure != "diagonal"])
 
@@ -128,12 +128,12 @@ class Preconditioner:
             self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])
         return len(due)
 
-    def is_idle(self) -> bool:
+    def has_nothing_due(self) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
         is_due = self.recorder.has_measured or self.schedule.renews(self.monitor.steps)
         return not is_due and bool(self.blocks)
 
-    def knows_nothing(self) -> bool:
+    def has_seen_empty_batches_only(self) -> bool:
         """Whether all batches so far were empty on all processes."""
         team, found = self.team, self.recorder.was_empty and not self.blocks
         if team.processes.size > 1:

@@ -180,7 +180,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             warn_once(EMPTY, type(self).__name__, logger="optimizers")
         for p in [p for p, state in self.state.items() if not state]:
             del self.state[p]
-        self._expect()
+        self._arm_recorder()
         return outcome
 
     # -- a loss or residuals: what the first closure returns decides, for good
@@ -321,7 +321,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)
-        self._expect()
+        self._arm_recorder()
 
     def _parts(self) -> dict[str, Any]:
         return {
@@ -361,7 +361,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}
         return dict(self.rule.last_displacement(states))
 
-    def _expect(self) -> None:
+    def _arm_recorder(self) -> None:
         """Prepare for the next forward pass; have the whole of displacements that are sharded at hand, if it asks."""
         is_due = self.recorder.may_be_due()
         self.recorder.listener.expect(is_due)

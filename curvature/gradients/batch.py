@@ -38,7 +38,7 @@ from curvature.recording import (
 
 log = logging.getLogger("curvature")
 Function = TypeVar("Function", bound=Callable[..., Any])
-THIRD = 3  # model, loss, and x or data come before y
+BEFORE_Y = 3  # arguments: model, loss, and x or data
 SampleDim = int | tuple[int, int, int]  # the axis of the samples: of all, or of inputs, output and target
 Bags = tuple[tuple[int, int], ...]  # places of values and their offsets among the tensors of the input
 
@@ -49,40 +49,40 @@ def either_form(function: Function) -> Function:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def of_pair(*args: Any, **kwargs: Any) -> Any:
+    def joining_pair(*args: Any, **kwargs: Any) -> Any:
         if "y" in kwargs:
-            y, others = kwargs.pop("y"), args[THIRD:]
-        elif len(args) > THIRD and tensors_in(args[THIRD]):
-            y, others = args[THIRD], args[THIRD + 1 :]
+            y, others = kwargs.pop("y"), args[BEFORE_Y:]
+        elif len(args) > BEFORE_Y and tensors_in(args[BEFORE_Y]):
+            y, others = args[BEFORE_Y], args[BEFORE_Y + 1 :]
         else:
             return function(*args, **kwargs)
-        x = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x", kwargs.pop("data", None))
+        x = args[BEFORE_Y - 1] if len(args) >= BEFORE_Y else kwargs.pop("x", kwargs.pop("data", None))
         if isinstance(x, DataLoader):
             raise TypeError("y: the data are a DataLoader, which gives x and y: leave y out")
-        if len(args) >= THIRD:
-            return function(*args[: THIRD - 1], (x, y), *others, **kwargs)
+        if len(args) >= BEFORE_Y:
+            return function(*args[: BEFORE_Y - 1], (x, y), *others, **kwargs)
         return function(*args, data=(x, y), **kwargs)
 
     @functools.wraps(function)
-    def of_two(*args: Any, **kwargs: Any) -> Any:
-        if "y" in kwargs or (len(args) > THIRD and tensors_in(args[THIRD])):
+    def splitting_pair(*args: Any, **kwargs: Any) -> Any:
+        if "y" in kwargs or (len(args) > BEFORE_Y and tensors_in(args[BEFORE_Y])):
             return function(*args, **kwargs)
         try:
             is_missing = isinstance(signature.bind(*args, **kwargs).arguments["y"], Injection)
-        except TypeError:
-            is_missing = len(args) >= THIRD or "x" in kwargs  # else the call says what is missing
+        except TypeError:  # y is left out
+            is_missing = len(args) >= BEFORE_Y or "x" in kwargs  # else the call says what is missing
         if not is_missing:
             return function(*args, **kwargs)
-        pair = args[THIRD - 1] if len(args) >= THIRD else kwargs.pop("x")
+        pair = args[BEFORE_Y - 1] if len(args) >= BEFORE_Y else kwargs.pop("x")
         if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[1], tuple | list):
             raise TypeError(
                 f"y: it is missing, and x is no pair (x, y) but {kind_of(pair)}; pass x and y, of one batch"
             )
-        if len(args) >= THIRD:
-            return function(*args[: THIRD - 1], *pair, *args[THIRD:], **kwargs)
+        if len(args) >= BEFORE_Y:
+            return function(*args[: BEFORE_Y - 1], *pair, *args[BEFORE_Y:], **kwargs)
         return function(*args, x=pair[0], y=pair[1], **kwargs)
 
-    return cast("Function", of_pair if "data" in signature.parameters else of_two)
+    return cast("Function", joining_pair if "data" in signature.parameters else splitting_pair)
 
 
 def described(x: Any) -> str:

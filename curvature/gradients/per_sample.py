@@ -249,7 +249,7 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
         # 4. terms of the backprops, and 5. their contraction, some parameters at a time: this frees the backprops
         def take(arrived: Backprops, names: Collection[str]) -> None:
-            skip = general | tape.parameters.keys() - names
+            skip = general | (tape.parameters.keys() - names)
             terms, failed = terms_by_parameter(tape, arrived, layouts, skip, is_precise=True)
             general.update(failed.intersection(names))
             results.update((name, contract(of_parameter)) for name, of_parameter in terms.items() if of_parameter)

@@ -128,7 +128,7 @@ def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
     """
     kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
     is_expected = any(graph is not None for graph, *_ in kept)
-    while True:
+    while True:  # again where no plan fits after all: what is learnt then is in full precision
         with nullcontext() if is_expected else full_precision():
             tape = Tape(batch.model, batch.parameters)
             with RecordingMode(tape, batch.model, batch.x):

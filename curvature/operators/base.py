@@ -25,9 +25,7 @@ from curvature.operators.space import (
 from curvature.operators.storage import KINDS, restore, rounded_state, to_plain_data
 
 T = TypeVar("T")
-Given = TypeVar(
-    "Given", Tensor, dict[str, Tensor], Mapping[str, Tensor]
-)  # a vector: the form that is given, is returned
+Given = TypeVar("Given", Tensor, dict[str, Tensor], Mapping[str, Tensor])  # a vector, returned in the form given
 log = logging.getLogger("curvature")
 
 

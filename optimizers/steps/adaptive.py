@@ -64,8 +64,8 @@ class AdaptiveStep(StepRule):
         loss, rollbacks = evaluation.value, 0
         if not context.gradients():
             return Outcome(loss)
-        parts = context.preconditioner
-        if parts.knows_nothing():
+        preconditioner = context.preconditioner
+        if preconditioner.has_seen_empty_batches_only():
             return Outcome(loss, is_skipped=True)
         renewal = _renewed_if_finite(context, loss)
         if renewal is None and self.last:
@@ -74,13 +74,13 @@ class AdaptiveStep(StepRule):
         gradients = context.gradients()
         if renewal is None:
             return Outcome(loss, is_skipped=True)
-        with parts.monitor.timed("model"):
+        with preconditioner.monitor.timed("model"):
             before = self._loss_before(replay)
-        with parts.monitor.timed("direction"):
-            groups = grouped_by_layer(context.solve(gradients), parts.blocks)
-        with parts.monitor.timed("model"):
+        with preconditioner.monitor.timed("direction"):
+            groups = grouped_by_layer(context.solve(gradients), preconditioner.blocks)
+        with preconditioner.monitor.timed("model"):
             rates = {name: group["lr"] for name, group in context.options.items()}
-            entry = parts.monitor.attempt(lambda: self.move(replay, loss, gradients, groups, rates, before))
+            entry = preconditioner.monitor.attempt(lambda: self.move(replay, loss, gradients, groups, rates, before))
         for name, group in context.options.items():
             if group["weight_decay"] and name in gradients and entry["accepted"]:
                 context.trained[name].mul_(kept_by_decay(group))
@@ -218,13 +218,13 @@ class HandOverStep(StepRule):
         return outcome
 
     def _hand_over(self, context: StepContext) -> None:
-        parts = context.preconditioner
-        self.step_of_change = self.then.begin = parts.monitor.steps + 1
+        preconditioner = context.preconditioner
+        self.step_of_change = self.then.first_step = preconditioner.monitor.steps + 1
         if self.intervals is not None:
-            schedule = parts.schedule
+            schedule = preconditioner.schedule
             schedule.factor_every, schedule.decompose_every = self.intervals
         self.first.forget()
-        LOG.warning("%s: %s", parts.owner, self.report())
+        LOG.warning("%s: %s", preconditioner.owner, self.report())
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         return self.then.last_displacement(states)
@@ -251,7 +251,7 @@ class HandOverStep(StepRule):
         self.first.load_state_dict(state["first"], trained)
         self.then.load_state_dict(state["then"], trained)
         self.step_of_change, self.intervals = state["step_of_change"], state["intervals"]
-        self.then.begin = max(self.step_of_change, 0)
+        self.then.first_step = max(self.step_of_change, 0)
 
 
 def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:

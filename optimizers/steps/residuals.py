@@ -117,14 +117,16 @@ class ResidualStep(StepRule):
         raise NotImplementedError
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        parts = context.preconditioner
+        preconditioner = context.preconditioner
         if context.closure is None:
-            raise TypeError(f"{parts.owner}.step: the closure returned residuals before; pass it at every step")
-        model, timed = parts.recorder.model, parts.monitor.timed
+            raise TypeError(
+                f"{preconditioner.owner}.step: the closure returned residuals before; pass it at every step"
+            )
+        model, timed = preconditioner.recorder.model, preconditioner.monitor.timed
         with timed("closure"):
-            replay = ResidualReplay(model, context.closure, parts.team.processes)
+            replay = ResidualReplay(model, context.closure, preconditioner.team.processes)
         if torch.finfo(replay.values.dtype).bits < 64:
-            warn_once(SINGLE_PRECISION, parts.owner, str(replay.values.dtype), logger="optimizers")
+            warn_once(SINGLE_PRECISION, preconditioner.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
         if len(replay.values) not in self._known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
             replay.before.restore(numbers=False)
@@ -141,7 +143,7 @@ class ResidualStep(StepRule):
                 good = all_finite([loss, *jacobian.transposed(replay.values).values()])
                 is_good, value = map(float, to_host([good, loss]))
                 move = lambda: {"loss": value} | self.move(jacobian, replay, context, value) if is_good else None
-                entry = parts.monitor.attempt(move)
+                entry = preconditioner.monitor.attempt(move)
         finally:
             replay.after.restore()
         if entry is not None:

@@ -153,15 +153,15 @@ class StepRule:
 
     def replayed(self, context: StepContext) -> Evaluation:
         """What the closure returns, and its `Replay`; TypeError without a closure."""
-        parts = context.preconditioner
+        preconditioner = context.preconditioner
         if context.closure is None:
             raise TypeError(
-                f"{parts.owner}{self.argument}.step: pass a closure that computes the loss of the batch, as for "
-                "torch.optim.LBFGS"
+                f"{preconditioner.owner}{self.argument}.step: pass a closure that computes the loss of the batch, as "
+                "for torch.optim.LBFGS"
             )
-        mean = parts.team.processes.all_reduce_mean
-        replay = Replay(parts.recorder.model, context.closure, mean, parts.recorder.paused)
-        with parts.monitor.timed("closure"):
+        mean = preconditioner.team.processes.all_reduce_mean
+        replay = Replay(preconditioner.recorder.model, context.closure, mean, preconditioner.recorder.paused)
+        with preconditioner.monitor.timed("closure"):
             return Evaluation(replay.first(), replay)
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:

@@ -71,8 +71,8 @@ class TrustRegionConstants:
     slack: float = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
     change_factor: float = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
     change_decay: float = 0.95  # of that running mean
-    largest_output_change: float = 0.2  # of the outputs' size, for the gradient of the step
-    least_output_change: float = 0.06  # of the outputs' size, for the largest gradient: no step is shorter ...
+    largest_output_change: float = 0.2  # of one plus the outputs' root mean square, for the gradient of the step
+    least_output_change: float = 0.06  # of that size, for the largest gradient: no step is shorter ...
     less: float = 0.9  # ... but for this factor at each sign of instability ...
     quiet: float = 1 / 3  # ... and the longer, by this power of how far gradients have shrunk: so has their noise
     largest_quiet: float = 4.0  # of that factor
@@ -102,9 +102,9 @@ class TrustState(NamedTuple):
     trust: float  # longest step of a layer, relative to the norm of its parameters
     change: float  # running root mean square of the outputs' predicted change for step size one
     largest_change: float  # its largest value, slowly forgotten
-    least_output_change: float  # of the outputs' size, for the largest change: the step size shrinks no further
+    least_output_change: float  # of 1 + the outputs' rms, for the largest change: the step size shrinks no further
     norm: float  # running mean of the gradients' norms, each clipped
-    slope: float = 0.0  # of the loss along the last step, at its start; zero if there is none
+    slope: float = 0.0  # of the loss along the last step, at its start: negative; zero if there is none
     uncut: float = 0.0  # what the slope would be without the bounds on the layers
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
@@ -144,8 +144,8 @@ class Facts(NamedTuple):
 
     norm: float  # of the gradient; not finite if an entry is not
     along_last: float  # inner product of gradient and last step
-    energies: list[float]  # ``u^T right``, for each layer
-    slopes: list[float]  # along u
+    products: list[float]  # ``u^T right`` of each layer: its energy and what damping adds
+    slopes: list[float]  # along u, positive for descent
     lengths: list[float]  # of u
     sizes: list[float]  # norm of each parameter
 
@@ -154,7 +154,7 @@ class Facts(NamedTuple):
     ) -> tuple[list[float], list[float], list[float]]:
         """Slopes, energies ``u^T M u`` and lengths of the layers' directions, multiplied by these scales."""
         slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, self.slopes, strict=True)]
-        each = zip(scales, self.energies, dampings, self.lengths, strict=True)
+        each = zip(scales, self.products, dampings, self.lengths, strict=True)
         energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
         return slopes, energies, [scale * length for scale, length in zip(scales, self.lengths, strict=True)]
 
@@ -164,30 +164,30 @@ class TrustRegionStep(StepRule):
 
     def __init__(self, direction: Momentum | Spring, constants: TrustRegionConstants = TrustRegionConstants()) -> None:
         self.direction, self.constants = direction, constants
-        self.begin = 0  # number of the first step that it makes
+        self.first_step = 0  # number of the first step that it makes
         self.state: TrustState | None = None  # None before the first step
-        self.layers: dict[str, LayerEnergies] = {}  # by their first parameters
+        self.energies: dict[str, LayerEnergies] = {}  # by their first parameters
         self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        c, loss, parts, renewal = self.constants, evaluation.value, context.preconditioner, Renewal()
+        c, loss, preconditioner, renewal = self.constants, evaluation.value, context.preconditioner, Renewal()
         if not (gradients := context.gradients()):
             return Outcome(loss)
 
         # 1. where it is due, renew the curvature's running average, and the inverses of blocks
-        if parts.is_idle():
-            parts.recorder.scaling.unscale(gradients)
-        elif parts.knows_nothing() or not context.unscale_and_check_finite(gradients):
+        if preconditioner.has_nothing_due():
+            preconditioner.recorder.scaling.unscale(gradients)
+        elif preconditioner.has_seen_empty_batches_only() or not context.unscale_and_check_finite(gradients):
             return self._left_out(context, loss, gradients)
         else:
             renewal = context.renew(gradients)
             self._compare_energies(context)
 
         # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
-        with parts.monitor.timed("direction"):
+        with preconditioner.monitor.timed("direction"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             last, state, ratio = self._last(context, g.layout), self.state, 0.0
-            found, facts = self._directed(context, g, last)
+            direction, facts = self._directed(context, g, last)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
 
@@ -200,12 +200,12 @@ class TrustRegionStep(StepRule):
 
         # 4. each layer's direction on the scale of its measured curvature; the outputs' change for step size one
         layout, scales = g.layout, self._scales(g.layout)
-        slopes, energies, lengths = facts.scaled(scales, found.dampings)
+        slopes, energies, lengths = facts.scaled(scales, direction.dampings)
         change = math.sqrt(sum(energies) * self._output_gain(context))
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs
-        steps, lr = parts.monitor.steps - self.begin, max([own["lr"] for own in context.options.values()])
-        least_trust = c.first_trust / math.sqrt(max(parts.layers, 1))
+        steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
+        least_trust = c.first_trust / math.sqrt(max(preconditioner.layer_count, 1))
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         elif has_new_scale(state, facts.norm, c):
@@ -219,22 +219,23 @@ class TrustRegionStep(StepRule):
         rates = within_trust(layout, size, state.trust, lengths, facts.sizes, lrs)
 
         # 7. the step, and what is to be known of it at the next one
-        found.keep()
-        found.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
-        _bound_rows(context, found.u, state.trust, facts.sizes)
-        decay_weights(context, layout)
-        self._keep(context, found.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
-        slope = -sum([rate * slope for rate, slope in zip(rates, slopes, strict=True)])
-        uncut = -size * sum([lr * slope for lr, slope in zip(lrs, slopes, strict=True)])
+        direction.keep()
+        direction.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
+        # energies and slope are those before rows are cut
+        _bound_rows(context, direction.u, state.trust, facts.sizes)
+        decay_weights(context, layout)  # in place, before the optimizer adds the step
+        self._keep(context, direction.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
+        slope = -sum([rate * own for rate, own in zip(rates, slopes, strict=True)])
+        uncut = -size * sum([own_lr * own for own_lr, own in zip(lrs, slopes, strict=True)])
         self.state = state._replace(slope=slope, uncut=uncut)
-        return Outcome(loss, found.u.views, self._entry(renewal), renewal)
+        return Outcome(loss, direction.u.views, self._entry(renewal), renewal)
 
     def _entry(self, renewal: Renewal) -> dict[str, Any]:
         assert self.state is not None
         own = {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
         return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
 
-    # -- the parts that read or write what is kept
+    # -- methods that read or write what is kept
 
     def _directed(self, context: StepContext, g: LayerVector, last: LayerVector) -> tuple[Direction, Facts]:
         """The direction and the facts of the step; one batch far out of scale must not dominate the running mean."""
@@ -245,17 +246,18 @@ class TrustRegionStep(StepRule):
             return found, facts
         if has_new_scale(state, facts.norm, self.constants):
             return found, facts
+        # the last step is judged by the gradient as it came
         g.multiply_(most * state.norm / facts.norm)
         found = self.direction(context, g, state.recall)
         return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """Nothing changes after a batch that is not finite; at the second in a row the last step is undone."""
-        parts = context.preconditioner
+        preconditioner = context.preconditioner
         # a GradScaler has bad batches until it has found its scale
-        undoes = not parts.monitor.was_accepted and parts.recorder.scaling.scale is None
+        undoes = not preconditioner.monitor.was_accepted and preconditioner.recorder.scaling.scale is None
         # without a slope there is no last step: an undone one must not shrink the step size at each batch that follows
-        if self.state is None or not self.state.slope or not undoes or parts.knows_nothing():
+        if self.state is None or not self.state.slope or not undoes or preconditioner.has_seen_empty_batches_only():
             return Outcome(loss, is_skipped=True)
         last = self._last(context, layout_of_step(context, gradients))
         self.state = undone(self.state, -math.inf, self.constants)
@@ -273,7 +275,7 @@ class TrustRegionStep(StepRule):
         self.last = d
         to_states(d, "displacement", context.states, context.trained)
         for (first, *_), energy in zip(d.layout.layers, energies, strict=True):
-            self.layers.setdefault(first, LayerEnergies()).last = energy
+            self.energies.setdefault(first, LayerEnergies()).last = energy
 
     def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
@@ -291,7 +293,7 @@ class TrustRegionStep(StepRule):
         if state is None:
             return
         for block in context.preconditioner.blocks:
-            own = [self.layers[name] for name in block.names if name in self.layers]
+            own = [self.energies[name] for name in block.names if name in self.energies]
             if block.names[0] in along and own:
                 predicted = sum(layer.last for layer in own)
                 sums = _noted(own[0].measured, own[0].predicted, along[block.names[0]], predicted, self.constants)
@@ -306,7 +308,7 @@ class TrustRegionStep(StepRule):
     def _scales(self, layout: Layout) -> list[float]:
         """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
         nothing = LayerEnergies()
-        own = [self.layers.get(first, nothing) for first, *_ in layout.layers]
+        own = [self.energies.get(first, nothing) for first, *_ in layout.layers]
         measured, predicted = sum([layer.measured for layer in own]), sum([layer.predicted for layer in own])
         most = self.constants.largest_scale
         return [
@@ -319,7 +321,7 @@ class TrustRegionStep(StepRule):
         return (1.0 if self.state is None else self.state.underestimate) / context.outputs.entries_per_sample
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
-        found = {name: state.get("displacement") for name, state in states.items()} if self.layers else {}
+        found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
         return {name: d for name, d in found.items() if d is not None}
 
     # -- checkpoints
@@ -329,12 +331,12 @@ class TrustRegionStep(StepRule):
 
     def state_dict(self) -> dict[str, Any]:
         own = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
-        return own | {"energies": {name: asdict(layer) for name, layer in self.layers.items()}}
+        return own | {"energies": {name: asdict(layer) for name, layer in self.energies.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         own = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
         self.state = TrustState(**own) if own else None
-        self.layers = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
+        self.energies = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
         self.last = None
 
 
@@ -346,14 +348,15 @@ def _read(context: StepContext, g: LayerVector, last: LayerVector, found: Direct
     layout, trained, home = g.layout, context.trained, g.layout.home
     parameters, is_spread = [trained[name] for name in layout.names], any_sharded(trained.values())
     runs, layers = len(layout.runs), len(layout.layers)
-    energies = found.u.layer_dots(found.right)
+    products = found.u.layer_dots(found.right)
     slopes = [] if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
     local = list(map(to_local, parameters)) if is_spread else parameters
-    numbers = joined([*g.dot(last), *energies, *slopes, *norms([*g.vectors, *found.u.layers, *local])], home)
+    # g·last by run; u·right, and u·slope_of if it is another, by layer; |g| by run; |u| by layer; |p|
+    numbers = joined([*g.dot(last), *products, *slopes, *norms([*g.vectors, *found.u.layers, *local])], home)
     if is_spread:
         of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.names_by_run, layout.layers))
         count, numbers = runs + layers * (2 if slopes else 1), widen(numbers)
-        sums = torch.cat([numbers[:count], numbers[count:].square()])
+        sums = torch.cat([numbers[:count], numbers[count:].square()])  # of norms the squares add up over shards
         owners = [*of_runs, *of_layers, *(of_layers if slopes else ()), *of_runs, *of_layers, *parameters]
         numbers = sum_over_shards(sums, owners)
         numbers[count:].sqrt_()
@@ -433,7 +436,8 @@ def adapted(
     is_unstable, is_straight = ratio < 0 and is_long(state, norm, c), ratio > c.straight
 
     rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
-    growth = max(min(rate * mean, c.rate * mean), -c.shrink / (1 + steps))
+    # the rate of growth decays, that of shrinking does not, up to a limit of its own
+    growth = max((rate if mean > 0 else c.rate) * mean, -c.shrink / (1 + steps))
     if is_unstable:
         growth = c.rate * max(ratio, -1.0)
     if state.lr > c.lowered * lr:

@@ -197,8 +197,8 @@ def pruning_line() -> str:
     right = {name: rest[1] for name, rest in rows_by("compression", 2).items()}
     magnitude = right["90% zeros", "magnitude (torch.nn.utils.prune)"]
     return (
-        f"`prune` removes **90 % of the weights** of a digit classifier, whose accuracy is "
-        f"{right['90% zeros', 'prune, kfac']} % then ({right['-', 'as trained']} % before; by magnitude {magnitude} %)."
+        f"`prune` removes **90 % of the weights** of a digit classifier; its accuracy is then "
+        f"{right['90% zeros', 'prune, kfac']} % ({right['-', 'as trained']} % before, {magnitude} % by magnitude)."
     )
 
 
@@ -243,11 +243,11 @@ def peers() -> str:
         row = next(row for row in cases.rows if row[0].startswith(f"{peer} ") and case in row[1])
         of_call = next(part for part in row[2].split("; ") if part.lstrip("`").startswith(call))
         rows.append([row[0].split("+")[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
-    table = markdown(Table(["package", "we have too", "silently wrong there"], rows))
+    table = markdown(Table(["package", "also in this package", "silently wrong there"], rows))
     cases_run = len({run["case"] for run in runs_of("silently_wrong")["results"]})
     return (
-        f"{table}\nOurs was right in {right} of {calls} calls, on {cases_run} cases, and refused the other {refused} "
-        f"by name.\n"
+        f"{table}\nThis package was right in {right} of {calls} calls, on {cases_run} cases, and refused the other "
+        f"{refused} by name.\n"
     )
 
 

@@ -99,9 +99,9 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
 
 def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFixture) -> None:
     part, _ = preconditioner()
-    assert not part.is_idle() and part.knows_nothing()
+    assert not part.has_nothing_due() and part.has_seen_empty_batches_only()
     part.recorder.was_empty = False
-    assert not part.knows_nothing()
+    assert not part.has_seen_empty_batches_only()
     warn_once.cache_clear()
     assert part.renew({}, {}, {}) == Renewal(True)
     assert "KFAC.step: no forward pass" in caplog.text

@@ -106,15 +106,17 @@ def test_the_page_about_the_step_has_its_constants() -> None:
     said = [
         rf"$r < \min(\rho, 0) - {c.overshoot:g}$",
         f"and $|g|$ is over {c.long_gradient:g} times its running mean",
-        f"shrinks by\n    {100 * (1 - c.forget):g} % a step",
+        f"shrinks by {100 * (1 - c.forget):g} % a step",
         f"comes back by {100 * (c.recover - 1):.1g} %",
         rf"\,/\, |g|)^{{1/{1 / c.quiet:g}}}$, of running means, at most {c.largest_quiet:g}",
         rf"$\gamma = {c.rate:g} \cdot {c.start:g} / ({c.start:g} + t)$, {c.late_rate:g} at least",
-        rf"{c.shrink:g}/t}}$ at most",
+        rf"{c.shrink:g}/(1 + t)}}$ at most",
         f"({c.long_gradient:g} times its mean, and {c.spreads:g} standard deviations)",
         f"is at most {c.change_factor:g} times its running mean",
         f"below {100 * c.least_output_change:g} % of that size",
-        rf"$\tau$ being {c.first_trust:g} over the root of the number of layers, and up to {c.largest_trust:g} after",
+        rf"$\tau$ begins as {c.first_trust:g} over the root of the number of layers",
+        f"{100 * (c.wider - 1):.0f} % after each step with $r > {c.straight:g}$",
+        f"shrinks by {100 * (1 - c.narrower):.0f} % after each other, and is at most {c.largest_trust:g}.",
         f"between 1/{c.largest_scale:g} and {c.largest_scale:g}",
     ]
     assert [text for text in said if text not in page] == []

@@ -235,4 +235,4 @@ def test_checkpoints_and_copies_go_on_alike(steps: int, optimizer: str):
     assert opt.stats()["plain_from"] == loaded.stats()["plain_from"] == copied_opt.stats()["plain_from"] is not None
     assert opt.stats()["factor_every"] == copied_opt.stats()["factor_every"]
     for own in (opt, copied_opt, loaded):  # the plain rule counts its own steps
-        assert own.rule.then.begin == own.stats()["plain_from"] <= own.steps
+        assert own.rule.then.first_step == own.stats()["plain_from"] <= own.steps

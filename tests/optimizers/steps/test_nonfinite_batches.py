@@ -148,7 +148,7 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
 def test_a_run_goes_on_bitwise_after_a_bad_batch():
     """A checkpoint taken before the host knows of it."""
     (model, opt), _, batch = pair(KFAC, "mlp", 29)
-    while not opt.preconditioner.is_idle():
+    while not opt.preconditioner.has_nothing_due():
         train(model, opt, *batch, 1)
     spoiled_step(model, opt, batch, "nan")
     resumed = copy.deepcopy(model)

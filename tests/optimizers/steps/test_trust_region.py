@@ -325,7 +325,7 @@ def test_a_step_of_two_layers() -> None:
     assert run.known.slope == pytest.approx(-(0.075 * 2 + 0.1 * 3))
     assert run.known.uncut == pytest.approx(-0.2 * (2 + 0.5 * 3))
     assert run.known.made == pytest.approx(0.2 * 0.45 / 0.7) and run.known.norm == 2
-    assert [run.rule.layers[name].last for name in "ab"] == pytest.approx([0.075**2 * 2, 0.1**2 * 3])
+    assert [run.rule.energies[name].last for name in "ab"] == pytest.approx([0.075**2 * 2, 0.1**2 * 3])
     for name, expected in (("a", [0.0, -0.75]), ("b", [-0.02, 0.0])):
         found = run.opt.state[run.model[name]]["displacement"]
         torch.testing.assert_close(found, torch.tensor(expected).double())
@@ -334,7 +334,7 @@ def test_a_step_of_two_layers() -> None:
 def test_layers_are_scaled_before_they_are_cut() -> None:
     """A longer direction is steeper, and has more energy: times 5/8 in one layer, 5/2 in the other."""
     run = two_layers()
-    run.rule.layers = {"a": LayerEnergies(0.0, 16.0, 4.0), "b": LayerEnergies(0.0, 4.0, 4.0)}
+    run.rule.energies = {"a": LayerEnergies(0.0, 16.0, 4.0), "b": LayerEnergies(0.0, 4.0, 4.0)}
     run.opt.recorder.outputs.rms = 100.0  # allows any change
     run.step(**GOOD)
     energy = 0.625**2 * 2 + 2.5**2 * 3
@@ -343,7 +343,7 @@ def test_layers_are_scaled_before_they_are_cut() -> None:
     run.close(a=[3.0, 4.0 - size_a * 6.25], b=[0.9 - size_b * 0.5, 0.0])
     assert run.known.change == pytest.approx(math.sqrt(energy * 2.25 / 5))
     assert run.known.slope == pytest.approx(-(size_a * 0.625 * 2 + size_b * 2.5 * 3))
-    assert run.rule.layers["b"].last == pytest.approx(size_b**2 * 2.5**2 * 3)
+    assert run.rule.energies["b"].last == pytest.approx(size_b**2 * 2.5**2 * 3)
 
 
 def test_a_bad_batch_changes_nothing_and_the_second_undoes_the_last_step() -> None:
@@ -418,7 +418,7 @@ def test_states_of_a_checkpoint_go_on() -> None:
     for _ in range(2):
         run.step(**GOOD)
     other.go_on(run)
-    assert other.known == run.known and other.rule.layers == run.rule.layers
+    assert other.known == run.known and other.rule.energies == run.rule.energies
     assert run.step(**GOOD)["step_size"] == other.step(**GOOD)["step_size"]
     assert all(torch.equal(run.model[name], other.model[name]) for name in "ab")
 
@@ -513,7 +513,7 @@ def compared(rule: TrustRegionStep, along: dict[str, float]) -> None:
 
 def with_energies(**last: float) -> TrustRegionStep:
     rule = TrustRegionStep(Given())
-    rule.state, rule.layers = state(), {name: LayerEnergies(last=x) for name, x in last.items()}
+    rule.state, rule.energies = state(), {name: LayerEnergies(last=x) for name, x in last.items()}
     return rule
 
 
@@ -531,20 +531,20 @@ def test_layers_are_scaled_by_what_their_curvature_misses() -> None:
 def test_energies_decay_and_bad_ones_do_not_count() -> None:
     rule = with_energies(a=2.0)
     compared(rule, {"a": 8.0, "": 8.0})
-    rule.layers["a"].last = 1.0
+    rule.energies["a"].last = 1.0
     for bad in (math.nan, 0.0, math.inf):
         compared(rule, {"a": bad, "": bad})
     compared(rule, {"a": 1.0, "": 1.0})
     expected = pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
     assert rule.state is not None
-    assert (rule.layers["a"].measured, rule.layers["a"].predicted) == expected
+    assert (rule.energies["a"].measured, rule.energies["a"].predicted) == expected
     assert (rule.state.measured, rule.state.predicted) == expected
     compared(rule, {})  # a renewal that has measured nothing
-    assert (rule.layers["a"].measured, rule.layers["a"].predicted) == expected
+    assert (rule.energies["a"].measured, rule.energies["a"].predicted) == expected
 
 
 def ratios(opt: KFAC) -> list[float]:
-    return [own.measured / own.predicted for own in opt.rule.layers.values()]  # type: ignore[attr-defined]
+    return [own.measured / own.predicted for own in opt.rule.energies.values()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
