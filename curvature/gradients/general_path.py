@@ -25,7 +25,7 @@ from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, to_host
 from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
@@ -59,10 +59,10 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
         plan.loop = found is None
         rows = by_loop(batch) if found is None else found
     flat = (g.reshape(batch.count, math.prod(g.shape[1:])) for g in rows.values())
-    finite = torch.stack([g.sum(1).isfinite().to("cpu") for g in flat]).all(0)
-    for n in batch.without_terms(finite.logical_not().nonzero().flatten().tolist()):
-        for g in rows.values():
-            g[n] = 0
+    finite = torch.stack(to_host([g.sum(1).isfinite() for g in flat])).all(0)
+    empty = batch.without_terms(finite.logical_not().nonzero().flatten().tolist())
+    if empty:
+        rows = {name: g.index_fill(0, torch.tensor(empty, device=g.device), 0) for name, g in rows.items()}
     return {name: [DenseGradients(g)] for name, g in rows.items()}
 
 

@@ -120,9 +120,8 @@ def per_sample_hessian_diagonals(
     last = alone(counted[-1])
     found = None if batch.is_uneven else tried_by_vmap(lambda: _by_vmap(batch, space))
     if found and not differences({name: rows[counted[-1]] for name, rows in found.items()}, last):
-        for rows in found.values():
-            rows[empty] = 0
-        return found
+        left = torch.tensor(empty, dtype=torch.long, device="cpu")
+        return {name: rows.index_fill(0, left.to(rows.device), 0) for name, rows in found.items()}
     found = zeros(space, batch.count)
     for n in counted:
         for name, own in (last if n == counted[-1] else alone(n)).items():

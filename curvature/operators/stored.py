@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -16,9 +17,14 @@ from curvature.operators.space import Space
 from curvature.operators.storage import copy_if_view, restore
 
 
-def _of_the_matrix(name: str) -> Any:
-    """A method of `Stored` that makes the matrix and calls its own."""
-    return lambda self, *args, **kwargs: getattr(self._decomposed(), name)(*args, **kwargs)
+def _of_the_matrix(method: Any) -> Any:
+    """The method of `Stored` that makes the matrix and calls its own."""
+
+    @functools.wraps(method)
+    def call(self: Stored, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._decomposed(), method.__name__)(*args, **kwargs)
+
+    return call
 
 
 class Stored(Operator):
@@ -52,16 +58,18 @@ class Stored(Operator):
     def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Stored:
         return cls(Space.restore(state["space"], device), state["held"])
 
-    _matmat = _of_the_matrix("_matmat")
-    to = _of_the_matrix("to")
-    to_dense = _of_the_matrix("to_dense")
-    compact = _of_the_matrix("compact")
-    diagonal = _of_the_matrix("diagonal")
-    trace = _of_the_matrix("trace")
-    frobenius_norm = _of_the_matrix("frobenius_norm")
-    scaled = _of_the_matrix("scaled")
-    damped = _of_the_matrix("damped")
-    factored_damping = _of_the_matrix("factored_damping")
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._decomposed()._matmat(V)
+
+    to = _of_the_matrix(Operator.to)
+    to_dense = _of_the_matrix(Operator.to_dense)
+    compact = _of_the_matrix(Operator.compact)
+    diagonal = _of_the_matrix(Operator.diagonal)
+    trace = _of_the_matrix(Operator.trace)
+    frobenius_norm = _of_the_matrix(Operator.frobenius_norm)
+    scaled = _of_the_matrix(Operator.scaled)
+    damped = _of_the_matrix(Operator.damped)
+    factored_damping = _of_the_matrix(Operator.factored_damping)
 
     def _details(self) -> list[str]:
         return [f"{self.held['structure']}, kept"]

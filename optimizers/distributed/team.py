@@ -29,9 +29,9 @@ class Team:
 
     def __init__(self, config: Distributed, device: torch.device, store: CurvatureStore) -> None:
         self.config, self.device, self.store = config, device, store
-        self._found()
+        self._set_up()
 
-    def _found(self) -> None:
+    def _set_up(self) -> None:
         self.processes = Processes(self.config, self.device)
         self.workers = Workers(self.processes, self.config.gradient_worker_fraction)
         self.layout: Layout = {}  # of the sums that all processes know
@@ -39,14 +39,14 @@ class Team:
     def current(self) -> Team:
         """Itself, of the processes that there are now: torch.distributed may have been initialised, or ended."""
         if self.processes.is_alone == (dist.is_available() and dist.is_initialized()):
-            self._found()
+            self._set_up()
         return self
 
     def move(self, device: torch.device) -> None:
         """The model is on another device now."""
         if device != self.device:
             self.device = device
-            self._found()
+            self._set_up()
 
     def summed(self, own: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Sums over all processes of what they have measured; zeros where none has."""

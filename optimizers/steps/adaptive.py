@@ -199,7 +199,9 @@ class HandOverStep(StepRule):
     fits its noise; what averages over batches gets further then, and costs less.
     """
 
-    needs_closure, argument, evaluate = True, "(adaptive=True)", StepRule.replayed
+    needs_closure = True
+    argument = "(adaptive=True)"
+    evaluate = StepRule.replayed
     differentiates_model = True
 
     def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:

@@ -84,7 +84,9 @@ class LineSearch:
 class LineSearchStep(StepRule):
     """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss."""
 
-    needs_closure, argument, evaluate = True, "(line_search=True)", StepRule.replayed
+    needs_closure = True
+    argument = "(line_search=True)"
+    evaluate = StepRule.replayed
     differentiates_model = True
 
     def __init__(self, direction: Spring) -> None:
