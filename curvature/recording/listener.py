@@ -39,13 +39,13 @@ def running_frames() -> list[FrameType]:
 
 
 class Listener:
-    """Hooks on a root module that record its forward passes.
+    """Hooks on a root module that record its forward passes, while such passes are expected.
 
-    A recorded pass runs uncompiled. A wrapper that ``torch.compile`` returned sees to that when it is called. The hooks
-    of any other root are compiled with it and then do nothing, so `expect` has to announce recorded passes. A copy or a
-    pickle of the module gets inert hooks. `start` is called before every forward pass and returns the tape to record
-    on, or None; `done` with the tape and the output after a recorded pass, not after an exception. A LightningModule
-    calls submodules: those with parameters are listened to `inside`, until the root itself is called.
+    A recorded pass runs uncompiled. A wrapper that ``torch.compile`` returned sees to that when it is called; code that
+    was compiled of any other root may know of no hooks, so everything runs uncompiled until the expected pass. A copy
+    or a pickle of the module gets inert hooks. `start` is called before every forward pass and returns the tape to
+    record on, or None; `done` with the tape and the output after a recorded pass, not after an exception. A
+    LightningModule calls submodules: those with parameters are listened to `inside`, until the root itself is called.
     """
 
     def __init__(
@@ -66,19 +66,30 @@ class Listener:
         self.is_wrapper = unwrap_compiled(model) is not model
         self.may_be_compiled = True
         self.missed = False  # whether a compiled pass went by since `expect`
+        self.is_called = False  # whether an uncompiled one did
         # until the expected pass everything runs uncompiled: models call themselves, or compiled functions call them
         self.eager, self.is_eager = ExitStack(), False
-        self.handles = self._hooks_on([model])
-        self.submodule_handles = self._hooks_on(with_parameters)
+        self.handles: list[Any] = []
+        self.submodule_handles: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Listener,)
 
+    @property
+    def is_expecting(self) -> bool:
+        return bool(self.handles)
+
     def expect(self, wanted: bool) -> None:
-        """Announce whether the next forward passes with gradients will be recorded."""
-        self.may_be_compiled |= self.missed
-        self.missed = False
+        """Put hooks on the model, if the next forward passes with gradients are to be recorded; else take them off."""
+        # a pass that was expected and did not come may have run as compiled code that knows of no hooks
+        self.may_be_compiled |= self.missed or (self.is_expecting and not self.is_called)
+        self.missed = self.is_called = False
         self.last_called = self.problem = ""
+        if wanted and not self.is_expecting and (model := self.model()) is not None:
+            self.handles = self._hooks_on([model])
+            self.submodule_handles = self._hooks_on(self.submodules)
+        elif not wanted:
+            self._take_off(self.handles, self.submodule_handles)
         wanted = wanted and self.may_be_compiled and not self.is_wrapper
         if wanted and not self.is_eager:
             self.eager.enter_context(force_eager())
@@ -92,6 +103,7 @@ class Listener:
             return
         if not self._listens_to(module):
             return
+        self.is_called = True
         if self.running and self.running[-1].frame not in running_frames():
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules
@@ -141,10 +153,15 @@ class Listener:
         before = [module.register_forward_pre_hook(self.enter, **options) for module in modules]
         return before + [module.register_forward_hook(self.leave, always_call=True) for module in modules]
 
+    @staticmethod
+    def _take_off(*handles: list[Any]) -> None:
+        for each in handles:
+            while each:
+                each.pop().remove()
+
     def _leave_submodules(self) -> None:
-        for handle in self.submodule_handles:
-            handle.remove()
-        self.submodule_handles, self.submodules = [], WeakSet()
+        self._take_off(self.submodule_handles)
+        self.submodules = WeakSet()
         self.last_called = self.problem = ""
 
     def reset(self) -> None:
@@ -155,9 +172,6 @@ class Listener:
     def remove(self) -> None:
         self.reset()
         self.expect(False)
-        self._leave_submodules()
-        for handle in self.handles:
-            handle.remove()
 
 
 @contextmanager
