@@ -1,16 +1,12 @@
-"""Figures with matplotlib of what builders and estimators return, and of an optimizer's run.
+"""Figures with matplotlib of what builders return, and of an optimizer's run.
 
-In: matrices, estimates, or an optimizer's history. Out: axes. Every function draws into the given axes, or into a new
+In: matrices, or an optimizer's history. Out: axes. Every function draws into the given axes, or into a new
 figure, and returns the axes. None shows or saves a figure or changes matplotlib's settings.
 """
 
-from curvature.plots.convergence import agreement, apart, drift
 from curvature.plots.heatmaps import comparison, factors, matrix
 from curvature.plots.spectra import spectra, spectral_density
 from curvature.plots.style import colours
 from curvature.plots.training import training
 
-__all__ = [
-    "agreement", "apart", "colours", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density",
-    "training",
-]  # fmt: skip
+__all__ = ["colours", "comparison", "factors", "matrix", "spectra", "spectral_density", "training"]

@@ -14,7 +14,6 @@ from results_operators import OPERATORS
 from results_training import Training, plain
 from torch import Tensor
 
-import curvature
 from curvature import plots
 from optimizers import KFAC
 
@@ -30,7 +29,6 @@ def pictures() -> Entries:
     for step in range(6):
         plain(run, step)
     history = [{name: value for name, value in entry.items() if name != "seconds"} for entry in run.opt.history]
-    estimates = {"Hutchinson": {k: curvature.hutchinson_diagonal(F, k) for k in (4, 16)}}
     drawn: dict[str, Callable[[], Any]] = {
         "matrix": lambda: plots.matrix(K),
         "factors": lambda: plots.factors(K),
@@ -39,9 +37,6 @@ def pictures() -> Entries:
         "spectra": lambda: plots.spectra({"kfac": K, "ekfac": E}),
         "spectra of layers": lambda: plots.spectra(K),
         "spectral_density": lambda: plots.spectral_density(F),
-        "agreement": lambda: plots.agreement(estimates, exact=F.diagonal()),
-        "drift": lambda: plots.drift({"kfac": [1.0, 0.5, -1.0], "fisher": [2.0, 0.3, 0.1]}),
-        "apart": lambda: plots.apart({"kfac": [K, K], "ekfac": [E, K]}),
         "training": lambda: plots.training(history),
         "no layer": lambda: plots.factors(K, "head"),
     }

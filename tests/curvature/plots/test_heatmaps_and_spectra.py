@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import nn
 
-from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots, sampled, spectral_density, xtrace
+from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots, spectral_density
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
 from curvature.operators.matrix_free import MatrixFree
 from curvature.plots.heatmaps import MAX_GROUPS, MAX_LAYERS, MAX_POINTS
@@ -41,12 +41,6 @@ def of_values(values, name="a"):
     return Dense(space, Q * torch.tensor(values, dtype=torch.float64) @ Q.T)
 
 
-def estimates_of(args, counts=(1, 4), seeds=3):
-    generator = torch.Generator(args[2][0].device)
-    draws = lambda k, seed: fisher_diagonal(*args, sampled(k), generator=generator.manual_seed(seed))
-    return {k: [draws(k, seed) for seed in range(seeds)] for k in counts}
-
-
 def legend_of(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
@@ -64,12 +58,6 @@ PICTURES = {
     "spectra": (lambda args, ax=None: plots.spectra(ekfac(*args), ax), ()),
     "spectra of a diagonal": (lambda args, ax=None: plots.spectra(fisher_diagonal(*args), ax), ()),
     "spectral_density": (lambda args, ax=None: plots.spectral_density(fisher(*args), ax), ()),
-    "agreement": (
-        lambda args, ax=None: plots.agreement({"sampled": estimates_of(args)}, ax, exact=fisher_diagonal(*args)),
-        (),
-    ),
-    "drift": (lambda args, ax=None: plots.drift({"F": [fisher(*args).trace()] * 2}, [0, 5], ax), ()),
-    "apart": (lambda args, ax=None: plots.apart({"F": [fisher(*args)], "K": [kfac(*args)]}, ax=ax), ()),
 }
 
 
@@ -246,11 +234,6 @@ def test_nothing_positive_draws_empty_axes():
     ax = plots.spectra({"M": of_values([-1.0, -2.0])})
     ax.figure.draw_without_rendering()
     assert legend_of(ax) == ["M (not shown: 2 negative down to -2)"]
-    ax = plots.agreement({"e": {1: 0.0, 2: [0.0, 0.0]}})
-    ax.figure.draw_without_rendering()
-    assert legend_of(ax) == ["e (not shown: 3 zero)"]
-    plots.drift({"F": [0.0, -1.0]}).figure.draw_without_rendering()
-    plots.apart({"F": [torch.zeros(2)], "G": [torch.ones(2)]}).figure.draw_without_rendering()
 
 
 def test_spectral_density():
@@ -273,66 +256,6 @@ def test_a_single_eigenvalue_shows_in_a_density():
     plots.spectral_density((grid, peak(0.5)), ax)  # a second one does not hide the first
     assert 1e-9 < ax.get_ylim()[0] < 1e-7
     assert len({line.get_color() for line in ax.lines}) == 2
-
-
-def test_agreement_of_estimates():
-    args = problem()
-    estimates, exact = estimates_of(args), fisher_diagonal(*args)
-    flat = lambda tensors: torch.cat([tensor.flatten() for tensor in tensors.values()]).double()
-    errors = {
-        k: [((flat(found) - flat(exact)).norm() / flat(exact).norm()).item() for found in row]
-        for k, row in estimates.items()
-    }
-    backwards = {k: [dict(reversed(found.items())) for found in row] for k, row in estimates.items()}
-    given = plots.agreement({"sampled": errors})
-    for found in (
-        plots.agreement({"sampled": estimates}, exact=exact),
-        plots.agreement({"sampled": backwards}, exact=exact),
-        plots.agreement({"sampled": estimates}, exact=flat(exact)),
-        given,
-    ):
-        line, guide = found.lines
-        np.testing.assert_array_equal(line.get_xdata(), [1, 4])
-        np.testing.assert_allclose(line.get_ydata(), [np.median(errors[k]) for k in (1, 4)])
-        (band,) = found.collections
-        low, high = band.get_paths()[0].get_extents().get_points()[:, 1]
-        np.testing.assert_allclose([low, high], [min(map(min, errors.values())), max(map(max, errors.values()))])
-        assert guide.get_ydata()[0] == pytest.approx(2 * guide.get_ydata()[1])
-    assert given.get_ylabel() == "error" and found.get_xlabel() == "number of vectors k"
-    assert plots.agreement({"s": estimates}, exact=exact).get_ylabel() == "relative error (Frobenius)"
-
-
-def test_agreement_of_traces():
-    M = of_values([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    found = {k: xtrace(M, k, generator=torch.Generator().manual_seed(0)) for k in (4, 5)}
-    line = plots.agreement({"xtrace": found}, exact=M.trace()).lines[0]
-    np.testing.assert_allclose(line.get_ydata(), [abs(found[k].value.item() - 63) / 63 for k in (4, 5)])
-
-
-def test_drift():
-    values = {"F": [torch.tensor(1.0), torch.tensor(2.0)], "H": np.array([-3.0, 4.0])}
-    ax = plots.drift(values, [0, 10], quantity="trace [nats]")
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1, 2])
-    np.testing.assert_array_equal(ax.lines[1].get_ydata(), [np.nan, 4])
-    np.testing.assert_array_equal(ax.lines[1].get_xdata(), [0, 10])
-    assert legend_of(ax) == ["F", "H (not shown: 1 negative down to -3)"]
-    assert ax.get_yscale() == "log" and (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "trace [nats]")
-    assert "[loss / parameter²]" in plots.drift(values).get_ylabel()
-
-
-def test_apart():
-    M = of_values([1.0, 2.0])
-    e = torch.eye(2).double()
-    matrices = {"M": [M, M, M], "N": [2 * M, M + M, 0.0 * M], "dense": [M.to_dense(), -M.to_dense(), M.to_dense()]}
-    ax = plots.apart(matrices, [1, 2, 3])
-    angles = {label: line.get_ydata() for label, line in zip(legend_of(ax), ax.lines, strict=True)}
-    note = " (not shown: 1 of a matrix that is zero or not finite)"
-    np.testing.assert_allclose(angles[f"M and N{note}"], [0, 0, np.nan], atol=1e-6)
-    np.testing.assert_allclose(angles["M and dense"], [0, 180, 0], atol=1e-6)
-    np.testing.assert_allclose(angles[f"N and dense{note}"], [0, 180, np.nan], atol=1e-6)
-    ax = plots.apart({"a": [{"x": e[0], "y": e[0]}], "b": [{"y": e[1], "x": e[0]}], "c": [torch.cat([e[1], e[1]])]})
-    np.testing.assert_allclose([line.get_ydata()[0] for line in ax.lines], [60, 90, 60], atol=1e-6)
-    assert ax.get_ylabel() == "angle between matrices [degrees]"
 
 
 def big():
@@ -369,22 +292,6 @@ REFUSED = {
     "density first": (lambda: plots.spectral_density(spectral_density(M)[::-1]), ValueError, "order"),
     "a density that is negative": (lambda: plots.spectral_density(([0, 1], [1, -1])), ValueError, "from -1 to 1"),
     "density of two lengths": (lambda: plots.spectral_density(([0, 1], [1])), ValueError, "same length"),
-    "estimates without exact": (lambda: plots.agreement({"e": {1: {"a": 1.0}}}), TypeError, "give exact="),
-    "negative errors": (lambda: plots.agreement({"e": {1: -0.1}}), ValueError, "e, k=1"),
-    "no vectors": (lambda: plots.agreement({"e": {0: 0.1}}), ValueError, "positive numbers of vectors, found 0"),
-    "no counts": (lambda: plots.agreement({"e": [0.1]}), TypeError, "found list"),
-    "exact is zero": (lambda: plots.agreement({"e": {1: M}}, exact=0 * M), ValueError, "not zero, found 0"),
-    "estimate's shape": (lambda: plots.agreement({"e": {1: M}}, exact=torch.ones(3)), ValueError, "4 and 3 entries"),
-    "estimate of other parameters": (
-        lambda: plots.agreement({"e": {1: {"b": torch.ones(2)}}}, exact={"a": torch.ones(2)}),
-        ValueError,
-        r"expected the parameters \['a'\], found \['b'\]",
-    ),
-    "matrices as numbers": (lambda: plots.drift({"F": [M, M]}), TypeError, "F: expected numbers"),
-    "epochs that do not match": (lambda: plots.drift({"F": [1.0, 2.0]}, [1]), ValueError, "2 for F and 1 epochs"),
-    "one matrix apart": (lambda: plots.apart({"F": [M]}), ValueError, "at least two"),
-    "no list apart": (lambda: plots.apart({"F": M, "G": M}), TypeError, "expected a list of matrices"),
-    "shapes apart": (lambda: plots.apart({"F": [M], "G": [torch.ones(3)]}), ValueError, "4 and 3 entries"),
 }
 
 

@@ -236,7 +236,5 @@ def test_a_method_keeps_its_colour():
     runs = {"EKFAC": history_of(), "KFAC": history_of(scale=2.0)}
     lines = plots.training(runs)[0].lines
     assert [line.get_color() for line in lines] == list(plots.colours(runs).values())
-    assert (
-        plots.drift({"mine": [1.0, 2.0], "Hessian": [2.0, 1.0]}).lines[1].get_color()
-        == plots.colours(["Hessian"])["Hessian"]
-    )
+    spectra = plots.spectra({"mine": torch.ones(2), "Hessian": torch.ones(2)})
+    assert spectra.lines[1].get_color() == plots.colours(["Hessian"])["Hessian"]
