@@ -246,8 +246,11 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
     inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
     here, dtype = block.scheme.arrangement, block.scheme.dtype
     groups, outputs, inputs = here.sides
+    is_transposed = here.order == (1, 0) and len(here.shapes) == 1
+    if is_transposed:
+        inverse, outputs, inputs = inverse.transposed(), inputs, outputs
     # whether layers are in memory as matrices
-    if here.order is None and (len(here.shapes) == 1 or family.rows == groups * outputs):
+    if is_transposed or here.order is None and (len(here.shapes) == 1 or family.rows == groups * outputs):
 
         def solve(vector: LayerVector, known: Named) -> Tensor:
             rows = vector.rows[number]

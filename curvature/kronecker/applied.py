@@ -185,6 +185,10 @@ class KroneckerInverse:
         with own_precision(x):
             return self.columns.right(self.rows.left(x, own), True)
 
+    def transposed(self) -> Any:
+        """The same for transposed matrices (g, i, o)."""
+        return replace(self, rows=self.columns, columns=self.rows)
+
     def condition(self) -> float:
         """Largest over smallest nonzero eigenvalue, the maximum over groups."""
         spreads = [s.amax(1) / s.amin(1) for s in (self.rows.spectrum(), self.columns.spectrum())]
@@ -233,6 +237,9 @@ class EigenInverse(KroneckerInverse):
         with own_precision(x):
             inner = self.columns.right(self.rows.T.left(x)).mul_(self.values)
             return self.columns.T.right(self.rows.left(inner))
+
+    def transposed(self) -> Any:
+        return replace(super().transposed(), values=self.values.mT)
 
     def condition(self) -> float:
         spread = self.values.flatten(1)

@@ -12,7 +12,7 @@ from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers import EKFAC, KFAC
 from optimizers.preconditioner import VectorSolver, mean_eigenvalue
 from optimizers.steps.layer_vector import LayerVector, layout_of
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.running_blocks import STACKS, close, measure, normal_vectors
 from support.training import task, train
 
@@ -25,7 +25,15 @@ def transposed() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2))
 
 
-MODELS = STACKS | {"transposed": (transposed, lambda: torch.randn(6, 4, 5), 1)}
+def inputs_first() -> nn.Module:
+    """These weights are the transposes of what their factors are of."""
+    return Raw(lambda m, x: (x @ m.one).tanh() @ m.two @ m.three, one=(4, 5), two=(5, 4), three=(4, 5))
+
+
+MODELS = STACKS | {
+    "transposed": (transposed, lambda: torch.randn(6, 4, 5), 1),
+    "inputs first": (inputs_first, lambda: torch.randn(6, 4), 1),
+}
 
 
 def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tuple[nn.Module, list[Block]]:
