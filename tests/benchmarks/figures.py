@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,6 +28,9 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import _report
+from _contest_report import NAMES, OWN, FamilyResult, RaceResult, family_figure, geometric, race_figure, race_table
+from _contest_report import middle as median_of
+from _contest_report import seconds_of
 from bench_all import COMMANDS, RESULTS, ROOT, Stored, Table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,10 +49,7 @@ PEERS = {
     "torch": ("Laplacians, Hessians", "Laplacian of a network with", "backward pass of the Laplacian"),
 }
 LEVEL = 1.1  # ratios up to this count as level
-PICTURES = {  # commands that draw what is stored
-    "generality": "generality.py --report --json {runs} --figure docs/generality.png",
-    "race": "race.py --report --json {runs} --figure docs/race.png",
-}
+PICTURES = {"generality": (FamilyResult, family_figure), "race": (RaceResult, race_figure)}
 middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
 
 
@@ -59,8 +58,6 @@ def markdown(table: Table) -> str:
 
     Families have the names of the pages, not those of the benchmark's options.
     """
-    from _contest_report import NAMES
-
     rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
     if table.columns[0] == "family":
         rows = [[NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
@@ -117,8 +114,6 @@ def demo() -> str:
 
 def scores_of_kfac() -> tuple[dict[str, list[Any]], dict[str, float], float]:
     """By family; the median speeds; the geometric mean of the median ratios of steps."""
-    from _contest_report import FamilyResult, geometric
-
     scores = {name: FamilyResult.read(result).scores()["kfac"] for name, result in runs_of("generality").items()}
     speeds = {name: middle(own, "speed").speed for name, own in scores.items()}
     return scores, speeds, geometric([middle(own, "steps").steps for own in scores.values()])
@@ -145,8 +140,6 @@ def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
-    from _contest_report import NAMES, geometric
-
     scores, speeds, steps = scores_of_kfac()
     mark = lambda name: "below " if middle(scores[name], "speed").slower else ""
     said = lambda name: f"{NAMES[name]} ({mark(name)}{speeds[name]:.2g})"
@@ -162,13 +155,10 @@ def families() -> str:
 
 def race() -> str:
     """KFAC beside the best rival in the time to a training loss, the picture, and a table for each problem."""
-    from _contest_report import OWN, RaceResult, race_table, seconds_of
-    from _contest_report import middle as median
-
     results = [RaceResult.read(result) for result in runs_of("race").values()]
     speeds = {}
     for result in results:
-        seconds = {name: median(seconds_of(records)) for name, records in result.grouped().items()}
+        seconds = {name: median_of(seconds_of(records)) for name, records in result.grouped().items()}
         best = min(time for name, time in seconds.items() if name not in OWN)
         speeds[result.title.split(",")[0]] = best / seconds["kfac"] if math.isfinite(seconds["kfac"]) else 0.0
     said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
@@ -182,8 +172,6 @@ def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
 
 
 def steps_line() -> str:
-    from _contest_report import NAMES
-
     scores, speeds, steps = scores_of_kfac()
     ahead, level, behind = grouped({NAMES[name]: speed for name, speed in speeds.items()}).values()
     return (
@@ -322,12 +310,9 @@ def main() -> None:
         if (new := rendered(text)) != text:
             path.write_text(new, "utf-8")
             print(path.relative_to(ROOT))
-    for name, command in PICTURES.items():
-        runs = RESULTS / f"{name}.runs.json"
-        if runs.exists():
-            script, *rest = command.format(runs=runs).split()
-            here = Path(__file__).parent
-            subprocess.run([sys.executable, str(here / script), *rest], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    for name, (kind, draw) in PICTURES.items():
+        with contextlib.suppress(NotStored):
+            draw({title: kind.read(result) for title, result in runs_of(name).items()}, ROOT / "docs" / f"{name}.png")
 
 
 if __name__ == "__main__":
