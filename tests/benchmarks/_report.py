@@ -36,8 +36,8 @@ def options_of(doc: str | None, args: Sequence[str] | None = None, **usual: Any)
         elif isinstance(value, type):
             kind = {"type": value}
         elif isinstance(value, list):
-            kind = {"type": value[0], "default": []} if isinstance(value[0], type) else {"choices": value, "default": value}
-            kind |= several
+            known = {"choices": value, "default": value}
+            kind = several | ({"type": value[0], "default": []} if isinstance(value[0], type) else known)
         elif isinstance(value, tuple):
             parser.add_argument(name, nargs="?", choices=value, default=value[0])
             continue

@@ -6,22 +6,20 @@ import argparse
 import copy
 import gc
 import itertools
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from _report import markdown
+from _report import DEVICE, machine, markdown
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 PLAIN = "plain"
+OPTIONS = {"rounds": 15, "seconds": 20.0, "threads": 2, "cpu_time": False, "device": DEVICE}
 Named = dict[str, Tensor]
 clock_of = lambda options: time.process_time if options.cpu_time else time.perf_counter
 
@@ -228,32 +226,8 @@ def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
     return [name for name in known if name in options.only] or known
 
 
-def arguments(description: str, choices: Sequence[str], models: bool = False) -> argparse.Namespace:
-    """The options that all benchmarks have; sets the number of threads, the seed and silence.
-
-    Args:
-        models: whether models can be handed in.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--only", nargs="+", choices=choices, default=[], help="these models and quantities alone")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds per row")
-    parser.add_argument("--seconds", type=float, default=20, help="no new round after this time in a row (at least 3)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
-    parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
-    parser.add_argument("--out", type=Path, help="write the table to this file too")
-    if models:
-        help = "functions that return (model, (x, y), loss), in place of the models"
-        parser.add_argument("--model", nargs="+", default=[], metavar="MODULE:FUNCTION", help=help)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    warnings.simplefilter("ignore")
-    return options
-
-
 def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Measure the rows and print the table; `head` names the labels of a row."""
+    """Measure the rows, print each, and then the table; `head` names the labels of a row."""
     timing = Timing(options.rounds, options.seconds, options.device, clock_of(options))
     lines, rounds = [], []
     for row in rows:
@@ -262,17 +236,8 @@ def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], opt
         rounds.append(len(row.times[PLAIN]))
         print(" | ".join(lines[-1]), flush=True)
     head = [*head[:2], f"{PLAIN}, ms", *head[2:], *columns]
-    text = f"{markdown(head, 'llr', lines)}\n\n{machine(timing, rounds)}\n"
-    print(f"\n{text}")
-    if options.out:
-        options.out.write_text(text)
-
-
-def machine(timing: Timing, rounds: Sequence[int]) -> str:
-    cuda = timing.device.startswith("cuda")
-    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU thread(s)"
-    clock = "processor time" if timing.clock is time.process_time else "wall time"
-    return (
-        f"Ratios of {clock} to the plain batch gradient on {name}, torch {torch.__version__}, "
-        f"medians of {min(rounds)} to {max(rounds)} rounds; † fastest."
+    clock = "processor" if options.cpu_time else "wall"
+    print(
+        f"\n{markdown(head, 'llr', lines)}\n\nRatios of {clock} time to the plain batch gradient on "
+        f"{machine(options.device)}, medians of {min(rounds)} to {max(rounds)} rounds; † fastest.\n"
     )

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from _contest import Run
 from _generality_families import FAMILIES
-from _networks import LSTM, normalised
-from _problems import GPT, deep, token_loss
+from _networks import GPT, LSTM, normalised
+from _problems import deep, token_loss
 from _race_rivals import ENTRIES
 from _report import printed
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ def characters() -> tuple[Tensor, Tensor]:
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor], Loss]]] = {
     "tanh": lambda: (deep(32, 12), (torch.randn(32, 64), torch.randint(10, (32,))), F.cross_entropy),
     "cnn": lambda: (normalised(8, 16, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
-    "gpt2": lambda: (GPT(50, 32, 32, 2, 4), characters(), token_loss),
-    "gpt6": lambda: (GPT(50, 32, 32, 6, 4), characters(), token_loss),
+    "gpt2": lambda: (GPT(50, 32, 32, 2, tied=True), characters(), token_loss),
+    "gpt6": lambda: (GPT(50, 32, 32, 6, tied=True), characters(), token_loss),
     "lstm": lambda: (LSTM(50, 48, 50), characters(), token_loss),
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
