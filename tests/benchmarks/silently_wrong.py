@@ -6,7 +6,6 @@ The first table counts, the second has a line for each case in which calls of a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -22,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
-from _report import markdown  # noqa: E402
+from _report import markdown, options_of  # noqa: E402
 from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase  # noqa: E402
 from _silently_wrong_cases import CASES  # noqa: E402
 
@@ -250,10 +249,7 @@ def stored(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these peers alone")
-    parser.add_argument("--json", type=Path, help="store every outcome in this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, only=list(PEERS), json=Path)
     versions = {peer: version for peer, version in installed().items() if peer in options.only}
     rows = run([call for call in CALLS if call.peer in versions])
     print(f"{summary(rows, versions)}\n\n{details(rows, versions)}")
