@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
@@ -58,8 +59,12 @@ NOTES = {(call, case): note for note, calls, cases in SAID for call in calls for
 short = lambda error: f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
-def relative_error(found: Named, truth: Named) -> float:
+named = lambda found: found if isinstance(found, dict) else {"": found}
+
+
+def relative_error(found: Named | Tensor, truth: Named | Tensor) -> float:
     """Infinite where shapes differ."""
+    found, truth = named(found), named(truth)
     difference = size = 0.0
     for name, wanted in truth.items():
         value = found.get(name, torch.zeros_like(wanted)).detach()
@@ -105,13 +110,13 @@ def finding(call: Call, found: Named, truth: Named, error: float) -> str:
 def attempt(call: Call, make: Any) -> dict[str, Any]:
     """The outcome of a call on a case: "right", "raises", "warned", "wrong" or "no case"."""
     try:
-        truth = call.truth(make())
+        truth = named(call.truth(make()))
     except NoCase as reason:
         return {"outcome": "no case", "why": str(reason)}
     case = make()
     with heard() as messages:
         try:
-            found = call.theirs(case)
+            found = named(call.theirs(case))
         except NoCase as reason:
             return {"outcome": "no case", "why": str(reason)}
         except Exception as error:
