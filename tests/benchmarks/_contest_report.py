@@ -102,7 +102,6 @@ class Score:
         steps: ours to AdamW's final loss over AdamW's.
         more: ours did not come to it, so that the ratio is above the number given.
         loss: ours over the best rival's after the budget.
-        half: the same after half of the budget.
         metric: on the test part, after the budget.
         rival: the best rival, and its metric.
     """
@@ -115,7 +114,6 @@ class Score:
     steps: float
     more: bool
     loss: float
-    half: float
     metric: float
     rival: str
     rival_metric: float
@@ -135,11 +133,10 @@ def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
     speed = targets.seconds / (fast[1] if fast else max(LEAD * budget, last.seconds))
     steps = (few[0] if few else max(last.step, LEAD * budget / last.seconds * last.step)) / targets.steps
     loss = level(record.points, budget) / max(targets.loss, FLOOR)
-    half = min(level(rival.points, budget / 2) for rival in rivals)
     best = next(rival for rival in rivals if rival.name == targets.best)
     return Score(
         record.name, record.seed, record.end, speed, fast is None, steps, few is None, loss,
-        level(record.points, budget / 2) / half, at(record.points, budget), targets.best, at(best.points, budget),
+        at(record.points, budget), targets.best, at(best.points, budget),
     )  # fmt: skip
 
 
@@ -335,7 +332,7 @@ def line(family: str, found: Score) -> str:
     return (
         f"{family:10s} {found.name:8s} seed {found.seed}: {said(found.speed, found.slower, '<')} times as fast as "
         f"{found.rival}, {said(found.steps, found.more, '>')} of AdamW's steps, {found.loss:.3g} of the loss at equal "
-        f"time ({found.half:.3g} half-way), test {found.metric:.4g} ({found.rival_metric:.4g})"
+        f"time, test {found.metric:.4g} ({found.rival_metric:.4g})"
         + ("" if found.end == "stopped" else f"  {found.end}")
     )
 

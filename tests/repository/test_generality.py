@@ -137,7 +137,6 @@ def test_scores_follow_from_the_curves(scores: ModuleType) -> None:
     assert found.speed == pytest.approx(2.0, rel=0.02)  # interpolation between evaluations
     assert found.steps == pytest.approx(0.25, rel=0.02)
     assert found.loss == pytest.approx(0.5, rel=0.02)
-    assert found.half == pytest.approx(0.5, rel=0.02)
     slow = scores.score(record(scores, "kfac", curve(scores, 1.0, cost=0.02, scale=0.25), pace=2.0), rivals, budget)
     assert slow.speed == pytest.approx(4.0, rel=0.02)  # the machine was half as fast
     assert slow.steps == pytest.approx(0.25, rel=0.02)
