@@ -10,13 +10,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.faults import Fault, fail, raising, silent
 from support.training import curvature_of, digits, mlp, task
 
 LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)  # a loss that does not go to zero, so that 5 % of it mean something
@@ -25,18 +25,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], KFAC]] = {
 }  # fmt: skip
 STEPS, BATCH = 180, 64
 Batch = tuple[Tensor, Tensor]
-no_number = lambda found: tuple(x * math.nan if x.is_floating_point() else x for x in found)
 inputs = lambda change: lambda model, opt, batch: plain(model, opt, (change(batch[0]), batch[1]))
-
-
-def failing(how: Callable[[Any], Any]) -> Any:
-    """No eigh and no Cholesky decomposition succeeds inside."""
-    spoiled = lambda true: lambda *args, **kwargs: how(true(*args, **kwargs))
-    return mock.patch.multiple(torch.linalg, **{k: spoiled(getattr(torch.linalg, k)) for k in ("eigh", "cholesky_ex")})
-
-
-def raised(found: Any) -> Any:
-    raise torch.linalg.LinAlgError("injected")
 
 
 @contextlib.contextmanager
@@ -71,9 +60,10 @@ def gradients(value: float) -> Callable[[nn.Module, KFAC, Batch], None]:
     return fault
 
 
-def decompositions(how: Callable[[Any], Any]) -> Callable[[nn.Module, KFAC, Batch], None]:
+def decompositions(how: Fault) -> Callable[[nn.Module, KFAC, Batch], None]:
     def fault(model: nn.Module, opt: KFAC, batch: Batch) -> None:
-        with failing(how):
+        with pytest.MonkeyPatch.context() as patch:
+            fail(patch, how)
             plain(model, opt, batch)
 
     return fault
@@ -91,7 +81,7 @@ FAULTS: dict[str, Callable[[nn.Module, KFAC, Batch], None]] = {
     "nan in inputs": inputs(lambda x: x.clone().index_fill_(0, torch.tensor([1]), math.nan)),
     "inf in inputs": inputs(lambda x: x.clone().index_fill_(0, torch.tensor([1]), math.inf)),
     "nan in gradients": gradients(math.nan), "inf in gradients": gradients(-math.inf),
-    "decompositions raise": decompositions(raised), "decompositions return nan": decompositions(no_number),
+    "decompositions raise": decompositions(raising), "decompositions return nan": decompositions(silent),
     "inputs times 1e6": inputs(lambda x: x * 1e6), "inputs times 1e-12": inputs(lambda x: x * 1e-12),
     "empty batch": lambda model, opt, batch: plain(model, opt, (batch[0][:0], batch[1][:0])),
     "exception": breaking(ValueError("injected")), "KeyboardInterrupt": breaking(KeyboardInterrupt()),
