@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+HERE = Path(__file__).resolve()
+sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]  # tests last: it has folders of the packages' names, too
 DEVICE = os.environ.get("DEVICE", "cpu")
 markdown = lambda head, align, rows: "\n".join(lines_of(head, align, rows))
 words = lambda setting: ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from _report import DEVICE, machine, markdown
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+
+from support import memory
 
 PLAIN = "plain"
 OPTIONS = {"rounds": 15, "seconds": 20.0, "threads": 2, "cpu_time": False, "device": DEVICE}
@@ -202,17 +203,13 @@ def worst_error(result: Named, reference: Named, tolerance: float = 2e-4) -> flo
 
 def peak_bytes(run: Callable[[], object], is_cuda: bool) -> float:
     """Most bytes in tensors that a call adds to what there was."""
+    if not is_cuda:
+        return float(memory.peak_bytes(run))
     gc.collect()
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return float(torch.cuda.max_memory_allocated() - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    found = profiler.profiler.kineto_results.events()  # every allocation and release
-    changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
-    return float(max(itertools.accumulate(change for _, change in changes)))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return float(torch.cuda.max_memory_allocated() - before)
 
 
 def shorten(reason: Exception) -> str:

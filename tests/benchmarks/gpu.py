@@ -22,12 +22,10 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +37,6 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: there are folders of the packages' names, too
-
 from support.host_waits import Waits
 
 Network = Callable[[], Workload]

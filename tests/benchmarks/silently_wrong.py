@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _report import markdown, options_of
+from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase
+from _silently_wrong_cases import CASES
 from torch import Tensor
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
-
-from _report import markdown, options_of  # noqa: E402
-from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase  # noqa: E402
-from _silently_wrong_cases import CASES  # noqa: E402
 
 TOLERANCE = 1e-6
 OUTCOMES = "right", "raises", "warned", "wrong"

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +33,6 @@ from torch import Tensor, nn
 
 from optimizers import KFAC, NaturalGradient
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for support
 Loss = Callable[[Tensor, Tensor], Tensor]
 KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
 SHOWN = "ordinary", "renewing"
