@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from _networks import GPT, mlp, normalised
 from torch import Tensor, nn
 
+from support.training import digits
+
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Pair, Pair]  # for training, for testing
 Models = Sequence[nn.Module]
@@ -141,10 +143,8 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any]
 
 def sklearn_digits() -> Pair:
     """The 1,797 digits that scikit-learn ships: (1797, 64) in [0, 1], and labels."""
-    from sklearn.datasets import load_digits
-
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
-    return images.float() / 16, labels
+    images, labels = digits()
+    return images.flatten(1), labels
 
 
 @functools.cache
