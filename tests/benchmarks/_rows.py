@@ -9,7 +9,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -94,30 +93,6 @@ def in_turns(ways: Mapping[str, Callable[[], T]], rounds: Iterable[int]) -> dict
     return found
 
 
-@dataclass(frozen=True)
-class Timing:
-    """How long to measure, where, and by which clock."""
-
-    rounds: int
-    seconds: float
-    device: str
-    clock: Clock
-
-    def timed(self, method: Method) -> float:
-        """Seconds of one run; its results are freed afterwards."""
-        taken = timed(method.run, self.clock, self.device)[1]
-        method.clear()
-        return taken
-
-    def best(self, method: Method, repeats: int) -> float:
-        return min(self.timed(method) for _ in range(repeats))
-
-    def repeats(self, method: Method) -> int:
-        """Warm up, and choose how often a round runs the method: the best of up to five, within 0.05 seconds."""
-        once = min(self.timed(method) for _ in range(3))
-        return max(1, min(5, int(0.05 / once)))
-
-
 class Row:
     """One quantity of one model: the methods that are right, and what to print for the others.
 
@@ -158,15 +133,25 @@ class Row:
             return f"unsupported: {shorten(reason)}"
         return "" if worst <= 1 else f"wrong (max error {worst:.2g} x tolerance)"
 
-    def measure(self, timing: Timing) -> None:
-        """Fill `times`, {method: seconds of each round}: at least three rounds."""
-        ways = {name: partial(timing.best, method, timing.repeats(method)) for name, method in self.methods.items()}
+    def measure(self, options: argparse.Namespace) -> None:
+        """Fill `times`, {method: seconds of each round}: three rounds or more, each the best of up to five runs."""
+
+        def best(method: Method, repeats: int) -> float:
+            """Results are freed after each run."""
+            taken = []
+            for _ in range(repeats):
+                taken.append(timed(method.run, clock_of(options), options.device)[1])
+                method.clear()
+            return min(taken)
+
+        count = lambda method: max(1, min(5, int(0.05 / best(method, 3))))  # that take 0.05 seconds; and a warm-up
+        ways = {name: partial(best, method, count(method)) for name, method in self.methods.items()}
         gc.collect()
         gc.disable()
         start = time.perf_counter()
-        goes_on = lambda turn: turn < 3 or time.perf_counter() - start <= timing.seconds
+        goes_on = lambda turn: turn < 3 or time.perf_counter() - start <= options.seconds
         try:
-            self.times = in_turns(ways, itertools.takewhile(goes_on, range(timing.rounds)))
+            self.times = in_turns(ways, itertools.takewhile(goes_on, range(options.rounds)))
         finally:
             gc.enable()
         self.methods.clear()
@@ -225,10 +210,9 @@ def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
 
 def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
     """Measure the rows, print each, and then the table; `head` names the labels of a row."""
-    timing = Timing(options.rounds, options.seconds, options.device, clock_of(options))
     lines, rounds = [], []
     for row in rows:
-        row.measure(timing)
+        row.measure(options)
         lines.append(row.cells(columns))
         rounds.append(len(row.times[PLAIN]))
         print(" | ".join(lines[-1]), flush=True)

@@ -10,6 +10,7 @@ that a call adds to what there was. A dagger marks the fastest.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ import torch
 from _networks import LOSS, PER_SAMPLE, Workload
 from _peers import one_by_one
 from _report import options_of
-from _rows import OPTIONS, PLAIN, Method, Named, Plain, Row, Timing, chosen, peak_bytes, report, worst_error
+from _rows import OPTIONS, PLAIN, Method, Named, Plain, Row, chosen, peak_bytes, report, worst_error
 from torch import Tensor, nn
 
 import curvature
@@ -74,13 +75,13 @@ WHOLE = "gradients @ map"
 class Measured(Row):
     """A row whose cells name the peak, too."""
 
-    def measure(self, timing: Timing) -> None:
-        is_cuda = timing.device.startswith("cuda")
+    def measure(self, options: argparse.Namespace) -> None:
+        is_cuda = options.device.startswith("cuda")
         self.peaks = {name: peak_bytes(method.run, is_cuda) / 1e6 for name, method in self.methods.items()}
         self.labels = [*self.labels, f"{self.peaks[PLAIN]:.1f}"]
         for method in self.methods.values():
             method.clear()
-        super().measure(timing)
+        super().measure(options)
 
     def cells(self, columns: Sequence[str]) -> list[str]:
         found = super().cells(columns)
