@@ -9,8 +9,8 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 SCRIPTS := $(filter-out examples/demo% examples/laplace_backend.py,$(wildcard examples/*.py))
 RACES := tests/benchmarks/race.py tests/benchmarks/generality.py
 BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) tests/benchmarks/bench_all.py tests/benchmarks/figures.py,$(wildcard tests/benchmarks/*.py))
-RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
-GENERALITY_ARGS ?= --json out/generality.json --table out/generality.md --figure out/generality.png
+RACE_ARGS ?= --json out/race.json --figure out/race.png
+GENERALITY_ARGS ?= --json out/generality.json --figure out/generality.png
 
 # Peers that ask for torchvision, see pyproject.toml.
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry laplace-torch asdfghjkl

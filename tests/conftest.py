@@ -6,14 +6,16 @@ On a device that DEVICE names only the tests run that take one. DEVICE=sim is th
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from support.faults import fail
 from support.simulated_device.build import Unavailable
 
 AVAILABLE = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -88,3 +90,9 @@ def two_devices(accelerator: str) -> tuple[str, str]:
     if torch.get_device_module(accelerator).device_count() < 2:
         pytest.skip("one accelerator alone: make test-device has two simulated ones")
     return f"{accelerator}:0", f"{accelerator}:1"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes decompositions fail from where it is called on."""
+    return functools.partial(fail, monkeypatch)

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from _problems import Problem
-from _race_rivals import Entry, Setting
+from _race_rivals import ENTRIES, Entry, Setting
 from _report import load, machine, save, words
 from torch import Tensor, nn
 
 FIRST = 4  # steps before the second evaluation
-NEAR, FINE = (
-    1.5,
-    1.02,
-)  # times the target: from there on evaluations are whole; and the growth of the steps between them
+NEAR = 1.5  # times the target: from there on evaluations are whole
+FINE = 1.02  # growth of the steps between them
 TURN = 0.1  # seconds of one turn
 LEAD = 2.0  # a race goes on for this many times the seconds of its winner, or of its budget
 WARM_UP = 3  # steps of every optimizer on a throwaway model, so that no clock pays for first calls
 WIDEN = 6  # how often a grid may grow
+OPTIONS = {"seeds": 3, "scale": 1.0, "tune": False, "json": Path, "figure": Path}
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ class Record:
     points: list[Point]
     pace: float = math.nan
     reached: Point | None = None
+
+    @property
+    def last(self) -> Point:
+        """At the target, or else at the end."""
+        return self.reached or self.points[-1]
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Record:
@@ -251,13 +255,6 @@ class Run:
         )  # fmt: skip
 
 
-def warm_up(problem: Problem, contestants: Mapping[Entry, Setting]) -> None:
-    for entry, setting in contestants.items():
-        run = Run(problem, entry, setting, seed=0)
-        for _ in range(WARM_UP):
-            run.step()
-
-
 def take_turns(
     runs: Sequence[Run], limit: Callable[[], float], turn: float = TURN,
     done: Callable[[Run], bool] = lambda run: False, between: Callable[[], object] = lambda: None,
@@ -335,12 +332,16 @@ def half_decade(lr: float, up: bool) -> float:
     return float(f"{(3 if one else 10) if up else (0.3 if one else 1):g}e{power}")
 
 
+def said(problem: str, name: str, what: str, end: str, loss: float, steps: float, seconds: float) -> None:
+    found = f"{end:9s} loss {loss:<10.4g} steps {steps:<6.0f} {seconds:.2f} s"
+    print(f"{problem:12s} {name:10s} {what:24s} {found}", flush=True)
+
+
 def save_tuned(path: Path, problem: Problem, entry: Entry, trials: Iterator[Trial]) -> None:
     """Into the file of tuned settings, which is read again at the end: another problem may be tuned meanwhile."""
     grid, best = [], None
     for trial in trials:
-        found = f"{trial.end:9s} loss {trial.loss:<10.4g} steps {trial.steps:<6.0f} {trial.seconds:.2f} s"
-        print(f"{problem.name:12s} {entry.name:10s} {words(trial.setting):24s} {found}", flush=True)
+        said(problem.name, entry.name, words(trial.setting), trial.end, trial.loss, trial.steps, trial.seconds)
         rounded = {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(trial).items()}
         grid.append({**rounded, "loss": float(f"{trial.loss:.4g}") if math.isfinite(trial.loss) else None})
         best = min(best or trial, trial, key=lambda trial: trial.rank)
@@ -350,54 +351,38 @@ def save_tuned(path: Path, problem: Problem, entry: Entry, trials: Iterator[Tria
     save(path, tuned)
 
 
-def parser_of(description: str, tuned: Path) -> argparse.ArgumentParser:
-    """The options that all races have; `tuned` is the usual file of what was tuned."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
-    parser.add_argument("--tune", action="store_true", help="tune the rivals, save what was found, and stop")
-    parser.add_argument("--report", action="store_true", help="run nothing: table and figure of what --json holds")
-    parser.add_argument("--tuned", type=Path, default=tuned, help="file of the tuned settings")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the budgets")
-    parser.add_argument("--json", type=Path, help="file of all runs; problems that it has already are replaced")
-    parser.add_argument("--table", type=Path, help="write the tables, in Markdown")
-    parser.add_argument("--figure", type=Path, help="draw what --json holds")
-    return parser
-
-
 def contest(
-    options: argparse.Namespace, problems: Mapping[str, Callable[[], Problem]], kind: type[Result],
-    rivals: Sequence[Entry], tuned: Callable[[Problem, Entry], Iterator[Trial]], raced: Callable[[Problem], Result],
+    options: argparse.Namespace, problems: Mapping[str, Callable[..., Problem]], kind: type[Result],
+    grid: Callable[[Problem, Entry], Iterator[Trial]], raced: Callable[[Problem, dict[Entry, Setting]], Result],
 ) -> dict[str, Any]:  # fmt: skip
     """Tune the rivals on the problems, or race; the results are those of this call and those that --json had."""
-    saved = load(options.json) if options.json else {}
-    results = {name: kind.read(result) for name, result in saved.items()}
-    for name, make in problems.items() if not options.report else ():
-        problem = make()
+    results = {name: kind.read(saved) for name, saved in load(options.json).items()}
+    entries = [entry for name, entry in ENTRIES.items() if name in options.only]
+    for name in options.problem:
+        problem = problems[name]()
+        for entry in [entry for entry in entries if entry.lrs] if options.tune else ():
+            save_tuned(options.tuned, problem, entry, grid(problem, entry))
         if options.tune:
-            for entry in rivals:
-                save_tuned(options.tuned, problem, entry, tuned(problem, entry))
             continue
-        results[name] = kind.read(raced(problem).plain())  # shown as it is stored
+        contestants = settings(options.tuned, problem.name, entries)
+        for entry, setting in contestants.items():
+            run = Run(problem, entry, setting, seed=0)
+            for _ in range(WARM_UP):
+                run.step()
+        results[name] = kind.read(raced(problem, contestants).plain())  # shown as it is stored
         if options.json:
             save(options.json, {name: result.plain() for name, result in results.items()})
-    return results
+    return {} if options.tune else {name: results[name] for name in problems if name in results}
 
 
-def shown(options: argparse.Namespace, text: str, more: str = "") -> None:
-    """Print the tables; `more` is for the file alone."""
-    print(f"\n{text}")
-    if options.table:
-        options.table.write_text(text + more)
-
-
-def settings(path: Path, problem: str, entries: Sequence[Entry], how: str) -> dict[Entry, Setting]:
+def settings(path: Path, problem: str, entries: Sequence[Entry]) -> dict[Entry, Setting]:
     """Those who take part, with what they were tuned to.
 
     Raises:
-        SystemExit: a rival was not tuned yet; `how` says what to run.
+        SystemExit: a rival was not tuned yet.
     """
     tuned = load(path).get(problem, {})
     missing = [entry.name for entry in entries if entry.lrs and entry.name not in tuned]
     if missing:
-        raise SystemExit(f"not tuned: {how} {' '.join(missing)}")
+        raise SystemExit(f"not tuned: --tune --problem {problem} --only {' '.join(missing)}")
     return {entry: tuned[entry.name]["chosen"] if entry.lrs else {} for entry in entries}

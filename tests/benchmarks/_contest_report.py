@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,6 @@ class Score:
         steps: ours to AdamW's final loss over AdamW's.
         more: ours did not come to it, so that the ratio is above the number given.
         loss: ours over the best rival's after the budget.
-        half: the same after half of the budget.
         metric: on the test part, after the budget.
         rival: the best rival, and its metric.
     """
@@ -115,7 +114,6 @@ class Score:
     steps: float
     more: bool
     loss: float
-    half: float
     metric: float
     rival: str
     rival_metric: float
@@ -135,11 +133,10 @@ def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
     speed = targets.seconds / (fast[1] if fast else max(LEAD * budget, last.seconds))
     steps = (few[0] if few else max(last.step, LEAD * budget / last.seconds * last.step)) / targets.steps
     loss = level(record.points, budget) / max(targets.loss, FLOOR)
-    half = min(level(rival.points, budget / 2) for rival in rivals)
     best = next(rival for rival in rivals if rival.name == targets.best)
     return Score(
         record.name, record.seed, record.end, speed, fast is None, steps, few is None, loss,
-        level(record.points, budget / 2) / half, at(record.points, budget), targets.best, at(best.points, budget),
+        at(record.points, budget), targets.best, at(best.points, budget),
     )  # fmt: skip
 
 
@@ -187,23 +184,6 @@ class RaceResult(Result):
         """The two that come to the target first, in the median of the seeds."""
         seconds = {name: middle(seconds_of(records)) for name, records in self.grouped().items() if name not in OWN}
         return sorted(seconds, key=lambda name: seconds[name])[:2]
-
-
-def grid_lines(tuned: Mapping[str, Mapping[str, Any]], title: str) -> Iterator[str]:
-    """The grids of one problem, as they stand in the file of tuned settings."""
-    yield f"**{title}**\n"
-    for name, found in tuned.items():
-        points = []
-        for trial in sorted(found["grid"], key=lambda trial: [*reversed(trial["setting"].values())]):
-            loss = "not finite" if trial["loss"] is None else f"{trial['loss']:.3g}"
-            if trial["end"] == "reached":
-                outcome = f"{trial['steps']:.0f} steps, {trial['seconds']:.1f} s"
-            else:
-                outcome = f"{loss} after {trial['steps']:.0f} steps, {trial['seconds']:.1f} s"
-            mark = "**" if trial["setting"] == found["chosen"] else ""
-            points.append(f"{mark}{words(trial['setting'])}: {outcome}{mark}")
-        yield f"- {ENTRIES[name].label}: " + "; ".join(points)
-    yield ""
 
 
 def middle(values: Iterable[float]) -> float:
@@ -352,7 +332,7 @@ def line(family: str, found: Score) -> str:
     return (
         f"{family:10s} {found.name:8s} seed {found.seed}: {said(found.speed, found.slower, '<')} times as fast as "
         f"{found.rival}, {said(found.steps, found.more, '>')} of AdamW's steps, {found.loss:.3g} of the loss at equal "
-        f"time ({found.half:.3g} half-way), test {found.metric:.4g} ({found.rival_metric:.4g})"
+        f"time, test {found.metric:.4g} ({found.rival_metric:.4g})"
         + ("" if found.end == "stopped" else f"  {found.end}")
     )
 
@@ -408,7 +388,7 @@ def summary(scores: Mapping[str, Sequence[Score]]) -> str:
     )
 
 
-def family_table(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> str:
+def family_table(results: Mapping[str, FamilyResult]) -> str:
     """Markdown: for each of ours a table with a row for each family."""
     scores = {family: result.scores() for family, result in results.items()}
     names = list(dict.fromkeys(name for own in scores.values() for name in own))
@@ -418,13 +398,13 @@ def family_table(results: Mapping[str, FamilyResult], label: Callable[[str], str
     for name in names:
         own = {family: found[name] for family, found in scores.items() if name in found}
         body = markdown(head, "llrrrrrrl", [family_cells(results[family], found) for family, found in own.items()])
-        text += f"### {label(name)}\n\n{summary(own)}\n\n{body}\n\n"
+        text += f"### {ENTRIES[name].label}\n\n{summary(own)}\n\n{body}\n\n"
     machines = "; ".join(sorted({result.machine for result in results.values()}))
-    text += f"### Losses at the end of the budget\n\n{losses(results, label)}\n"
+    text += f"### Losses at the end of the budget\n\n{losses(results)}\n"
     return text + f"{machines}; what did not come to its target after {LEAD:g} budgets counts as if it did then.\n"
 
 
-def losses(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> str:
+def losses(results: Mapping[str, FamilyResult]) -> str:
     """Markdown: the loss of every contestant at the end of the budget, the median over seeds."""
     names = list(dict.fromkeys(record.name for result in results.values() for record in result.records))
     rows = []
@@ -435,10 +415,10 @@ def losses(results: Mapping[str, FamilyResult], label: Callable[[str], str]) -> 
             ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
         middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
         rows.append([family, result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
-    return markdown(["family", "objective", *map(label, names)], "llr", rows) + "\n"
+    return markdown(["family", "objective", *(ENTRIES[name].label for name in names)], "llr", rows) + "\n"
 
 
-def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callable[[str], str]) -> None:
+def family_figure(results: Mapping[str, FamilyResult], path: Path) -> None:
     """Two panels, right is better, a row for each family: a dot for each seed, an arrow for a bound, the median."""
     from matplotlib import pyplot as plt
 
@@ -449,7 +429,7 @@ def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callab
     drawn, axes = plt.subplots(1, len(PANELS), figsize=(10, 1.6 + 0.36 * len(order)), sharey=True, layout="constrained")
     for panel, (what, bound, is_inverted, title) in zip(axes, PANELS, strict=True):
         for shift, name in enumerate(names):
-            style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
+            style = {"color": COLOURS[name], "zorder": 3}
             for row, of_family in enumerate(scores[family].get(name, []) for family in order):
                 y = row + 0.26 * (shift - (len(names) - 1) / 2)
                 values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in of_family]
@@ -458,7 +438,7 @@ def family_figure(results: Mapping[str, FamilyResult], path: Path, label: Callab
                     panel.plot(value, y, "<" if getattr(one, bound) else "o", ms=4, alpha=0.6, **style)
                 if values:
                     panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
-            panel.plot([], [], "|", ms=11, mew=2.5, label=label(name), **style)
+            panel.plot([], [], "|", ms=11, mew=2.5, label=ENTRIES[name].label, **style)
         panel.axvline(1, color="0.3", lw=0.9, zorder=1)
         panel.set(xscale="log", title=title, xlabel="right of 1 is better", ylim=(len(order) - 0.4, -0.6))
         panel.set_yticks(range(len(order)), [NAMES[family] for family in order])

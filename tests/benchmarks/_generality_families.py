@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _networks import LSTM, ViT, mlp, normalised
+from _networks import GPT, LSTM, ViT, mlp, normalised
 from _problems import (
-    GPT,
     Models,
     Pair,
     Parts,
@@ -428,7 +427,7 @@ TABLE: dict[str, Callable[[str], Problem]] = {
         ENTROPY, partial(digits, 1, 28, 28), batch=64, **FEW),
     "lstm": lstm,
     "gpt": of(
-        "character GPT 2 x 64, 32 characters of Python's help", lambda: GPT(documentation()[1], 32, 64, 2, 4),
+        "character GPT 2 x 64, 32 characters of Python's help", lambda: GPT(documentation()[1], 32, 64, 2, tied=True),
         token_loss, partial(characters, 32), batch=16, budget=6.0, seen=200, tested=200),
     "dropout": of(
         "transformer encoder 2 x 48 with dropout 0.1, MNIST digits as 14 tokens", partial(Encoder, 56, 14, 48, 2, 0.1),

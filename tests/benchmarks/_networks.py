@@ -55,19 +55,32 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (N, T) to logits (N, vocabulary, T), the layout that `nn.CrossEntropyLoss` takes."""
+    """Tokens (N, T) to logits (N, T, vocabulary); the decoder may be the embedding of the tokens."""
 
-    def __init__(self, vocabulary: int = 256, length: int = 64, d: int = 128, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, vocabulary: int, length: int, d: int, layers: int, heads: int = 4, tied: bool = False) -> None:
         super().__init__()
+        self.tied = tied
         self.tokens, self.positions = nn.Embedding(vocabulary, d), nn.Embedding(length, d)
         self.blocks = nn.Sequential(*(Block(d, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
+        self.norm = nn.LayerNorm(d)
+        if not tied:
+            self.head = nn.Linear(d, vocabulary)
+        for embedding in (self.tokens, self.positions) if tied else ():
+            nn.init.normal_(embedding.weight, std=0.02)  # as GPT-2: the default of 1 gives huge logits
 
     def forward(self, x: Tensor) -> Tensor:
-        # One row of positions per sample: Opacus and expanded weights need the batch in every layer's input.
-        places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()
-        hidden = self.blocks(self.tokens(x) + self.positions(places))
-        return self.head(self.norm(hidden)).transpose(1, 2)
+        places = torch.arange(x.shape[1], device=x.device)
+        if not self.tied:  # Opacus and expanded weights need the batch in every layer's input.
+            places = places.expand_as(x).contiguous()
+        hidden = self.norm(self.blocks(self.tokens(x) + self.positions(places)))
+        return F.linear(hidden, self.tokens.weight) if self.tied else self.head(hidden)
+
+
+class ClassesSecond(nn.Module):
+    """Logits (N, T, classes) as (N, classes, T), the layout that `nn.CrossEntropyLoss` takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
 
 
 class Skip(nn.Module):
@@ -199,7 +212,8 @@ def small_cnn() -> Workload:
 
 def gpt() -> Workload:
     tokens, targets = torch.randint(256, (16, 64)), torch.randint(256, (16, 64))
-    return Workload("GPT 2 x 128, T=64, N=16", GPT(), tokens, targets)
+    model = nn.Sequential(GPT(256, 64, 128, 2), ClassesSecond())
+    return Workload("GPT 2 x 128, T=64, N=16", model, tokens, targets)
 
 
 def resnet(samples: int = 32) -> Workload:

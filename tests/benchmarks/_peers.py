@@ -14,7 +14,9 @@ from _rows import Named as Gradients
 from torch import Tensor, nn
 
 import curvature
+from support.oracles import brute_force
 
+one_by_one = brute_force.per_sample_gradients  # the reference
 MAX_NORM = 1.0  # to which gradients are clipped
 norms = lambda gradients: torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
 
@@ -207,17 +209,6 @@ class ExpandedWeights(Method):
 def then_norms(kind: type[Method]) -> type[Method]:
     """The same, then the norms of what it stored."""
     return type("Norms", (kind,), {"run": lambda self: norms(kind.run(self))})
-
-
-def one_by_one(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Gradients:
-    """The reference: a loop of batch size one."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows = {name: p.new_empty(x.shape[0], *p.shape) for name, p in parameters.items()}
-    for n in range(x.shape[0]):
-        gradients = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), list(parameters.values()))
-        for row, gradient in zip(rows.values(), gradients, strict=True):
-            row[n] = gradient
-    return rows
 
 
 def reference_clipped(gradients: Gradients) -> Gradients:

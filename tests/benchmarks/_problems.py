@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _networks import Block, mlp, normalised
+from _networks import GPT, mlp, normalised
 from torch import Tensor, nn
+
+from support.training import digits
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Pair, Pair]  # for training, for testing
@@ -141,10 +143,8 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any]
 
 def sklearn_digits() -> Pair:
     """The 1,797 digits that scikit-learn ships: (1797, 64) in [0, 1], and labels."""
-    from sklearn.datasets import load_digits
-
-    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
-    return images.float() / 16, labels
+    images, labels = digits()
+    return images.flatten(1), labels
 
 
 @functools.cache
@@ -208,23 +208,6 @@ def cnn(device: str = "cpu", channels: tuple[int, int] = (16, 32), batch: int = 
     )  # fmt: skip
 
 
-class GPT(nn.Module):
-    """Characters (N, T) to logits (N, T, vocabulary); the decoder is the embedding of the characters."""
-
-    def __init__(self, vocabulary: int, length: int, d: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, d), nn.Embedding(length, d)
-        self.blocks = nn.Sequential(*(Block(d, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(d)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)  # as GPT-2: tied, the default of 1 gives huge logits
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        hidden = self.blocks(self.tokens(x) + self.positions(places))
-        return F.linear(self.norm(hidden), self.tokens.weight)
-
-
 def gpt(
     device: str = "cpu", d: int = 96, layers: int = 2, heads: int = 4, length: int = 64, batch: int = 32
 ) -> Problem:
@@ -245,7 +228,7 @@ def gpt(
     fixed = torch.Generator().manual_seed(0)
     train, test = windows(text[:kept], 64, fixed), windows(text[kept:], 64, fixed)
     title = f"character GPT, {layers} x {d}, {length} characters of Python's help, tied, batch {batch}"
-    make = functools.partial(GPT, vocabulary, length, d, layers, heads)
+    make = functools.partial(GPT, vocabulary, length, d, layers, heads, tied=True)
     return to_a_target(
         "gpt", title, "nats per character", make, token_loss, (train, test), batches, target=1.3, cap=100.0,
         terms="batch+sequence",

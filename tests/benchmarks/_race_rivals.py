@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +22,10 @@ sgd = lambda model, problem, lr: torch.optim.SGD(model.parameters(), lr, momentu
 adamw = lambda model, problem, lr: torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
 
 
-class Steps(Protocol):
-    """What the race asks of an optimizer."""
-
-    def zero_grad(self) -> None: ...
-    def step(self, *closure: Callable[[], Tensor]) -> Any: ...
-
-
 class Together:
     """Several optimizers, each with its own parameters."""
 
-    def __init__(self, *parts: Steps) -> None:
+    def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
     def zero_grad(self) -> None:
@@ -149,20 +142,20 @@ def _joined(layer: nn.Module) -> Tensor:
     return torch.cat([weight, layer.bias.grad[:, None]], 1) if layer.bias is not None else weight
 
 
-def muon(model: nn.Module, problem: Problem, lr: float) -> Steps:
+def muon(model: nn.Module, problem: Problem, lr: float) -> Any:
     layers = [layer for layer in model.modules() if isinstance(layer, HIDDEN)]
     matrices = [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim > 1]
     rest = others(model, matrices)
     return Together(Muon(matrices, lr), torch.optim.AdamW(rest, lr, weight_decay=0.0))
 
 
-def soap(model: nn.Module, problem: Problem, lr: float) -> Steps:
+def soap(model: nn.Module, problem: Problem, lr: float) -> Any:
     from pytorch_optimizer import SOAP
 
     return SOAP(model.parameters(), lr, weight_decay=0.0, precondition_frequency=EVERY)
 
 
-def shampoo(model: nn.Module, problem: Problem, lr: float) -> Steps:
+def shampoo(model: nn.Module, problem: Problem, lr: float) -> Any:
     from pytorch_optimizer import ScalableShampoo
 
     class Ridged(ScalableShampoo):
@@ -182,7 +175,7 @@ def shampoo(model: nn.Module, problem: Problem, lr: float) -> Steps:
     )  # fmt: skip
 
 
-def singd(model: nn.Module, problem: Problem, lr: float, every: int) -> Steps:
+def singd(model: nn.Module, problem: Problem, lr: float, every: int) -> Any:
     from singd.optim.optimizer import SINGD
 
     known = [p for layer in model.modules() if isinstance(layer, MATRICES) for p in layer.parameters()]
@@ -198,7 +191,7 @@ def others(model: nn.Module, parameters: Sequence[Tensor]) -> list[nn.Parameter]
     return [p for p in model.parameters() if id(p) not in taken]
 
 
-def empirical_kfac(model: nn.Module, problem: Problem, lr: float, damping: float) -> Steps:
+def empirical_kfac(model: nn.Module, problem: Problem, lr: float, damping: float) -> Any:
     return EmpiricalKFAC(model, lr, damping)
 
 

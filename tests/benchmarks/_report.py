@@ -1,32 +1,55 @@
-"""Files, tables and words of benchmarks' reports."""
+"""Options, files, tables and words of all benchmarks."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-parser_of = lambda doc: argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+HERE = Path(__file__).resolve()
+sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]  # tests last: it has folders of the packages' names, too
+DEVICE = os.environ.get("DEVICE", "cpu")
 markdown = lambda head, align, rows: "\n".join(lines_of(head, align, rows))
 words = lambda setting: ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
-load = lambda path: json.loads(path.read_text()) if path.exists() else {}
+load = lambda path: json.loads(path.read_text()) if path and path.exists() else {}
 
 
-def options_of(doc: str | None, **usual: Any) -> argparse.Namespace:
-    """An option for each, with its usual value; from here on the processor has one thread."""
-    parser = parser_of(doc)
+def options_of(doc: str | None, args: Sequence[str] | None = None, **usual: Any) -> argparse.Namespace:
+    """An option for each: False is a switch, a list has the choices of which some or all are taken, a type stands for a
+    value that may be missing (in a list: for several), a tuple for the choices of one word without a name.
+
+    From here on the processor has one thread, unless `threads` says otherwise, and nothing is warned of.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in usual.items():
-        kind: dict[str, Any] = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        several = {"nargs": "+", "metavar": name.upper()}
+        kind: dict[str, Any] = {"type": type(value), "default": value}
+        if value is False:
+            kind = {"action": "store_true"}
+        elif isinstance(value, type):
+            kind = {"type": value}
+        elif isinstance(value, list):
+            known = {"choices": value, "default": value}
+            kind = several | ({"type": value[0], "default": []} if isinstance(value[0], type) else known)
+        elif isinstance(value, tuple):
+            parser.add_argument(name, nargs="?", choices=value, default=value[0])
+            continue
         parser.add_argument(f"--{name.replace('_', '-')}", **kind)
-    torch.set_num_threads(1)
-    return parser.parse_args()
+    options = parser.parse_args(args)
+    torch.set_num_threads(getattr(options, "threads", 1))
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    return options
 
 
 def lines_of(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:

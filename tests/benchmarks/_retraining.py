@@ -12,8 +12,6 @@ Data = tuple[Tensor, Tensor]
 CLASSES = 10
 WIDTHS = (784, 128, 64, CLASSES)
 BATCH, RATE, MOMENTUM = 64, 0.01, 0.9
-TOLERANCE = 1e-8  # of a gradient's norm at a minimum of the softmax regression
-MOST_STEPS = 300
 
 
 def digits(train: int, queries: int, side: int = 28) -> tuple[Data, Data]:
@@ -31,58 +29,25 @@ def margins(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 class SoftmaxRegression:
-    """The minimum of the mean loss plus decay / 2 |parameters|^2, for all digits or some, in double precision.
-
-    Newton's method, with the matrix at the minimum for all digits; a step is halved when a gradient has grown.
-    """
+    """The minimum of the mean loss plus decay / 2 |parameters|^2, for all digits or some, in double precision."""
 
     def __init__(self, data: Data, decay: float) -> None:
-        x = data[0].double()
-        self.x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-        self.targets, self.decay = F.one_hot(data[1], CLASSES).double(), decay
-        self.at = torch.zeros(CLASSES, self.x.shape[1]).double()
-        for most in (1, MOST_STEPS, MOST_STEPS):
-            self.factor = torch.linalg.cholesky(self.matrix())
-            self.at = self._steps(torch.ones(1, len(x)).double(), most)[0][0]
+        self.decay, self.y = decay, data[1].numpy()
+        self.x = torch.cat([data[0], torch.ones_like(data[0][:, :1])], 1).double().numpy()
 
-    def matrix(self) -> Tensor:
-        """The Hessian at the current parameters, class by class."""
-        p = (self.x @ self.at.T).softmax(1)
-        size = self.x.shape[1]
-        found = torch.zeros(CLASSES, size, CLASSES, size).double()
-        for a in range(CLASSES):
-            for b in range(a + 1):
-                weights = p[:, a] * (float(a == b) - p[:, b]) / len(p)
-                found[a, :, b] = found[b, :, a] = self.x.T @ (weights[:, None] * self.x)
-        found = found.view(CLASSES * size, CLASSES * size)
-        found.diagonal().add_(self.decay)
-        return found
+    def minimum(self, counted: Tensor) -> Tensor:
+        """(classes, pixels + 1) where the digits have these weights."""
+        from sklearn.linear_model import LogisticRegression
 
-    def minima(self, counted: Tensor) -> Tensor:
-        """(M, classes, pixels + 1) for M rows of weights (M, N) of the digits, each divided by its sum."""
-        at, largest = self._steps(counted, MOST_STEPS)
-        if largest > TOLERANCE:
-            raise RuntimeError(f"no minimum after {MOST_STEPS} steps: a gradient has norm {largest:.1g}")
-        return at
-
-    def _steps(self, counted: Tensor, most: int) -> tuple[Tensor, float]:
-        """Where at most so many steps lead, and the largest norm of a gradient before the last one."""
-        shares = (counted / counted.sum(1, keepdim=True)).T[:, :, None]
-        at, step = self.at.repeat(len(counted), 1, 1), torch.ones(len(counted)).double()
-        norms = torch.full_like(step, torch.inf)
-        for _ in range(most):
-            errors = (self.x @ at.flatten(0, 1).T).view(len(self.x), -1, CLASSES).softmax(2) - self.targets[:, None]
-            slopes = ((shares * errors).flatten(1).T @ self.x).view_as(at) + self.decay * at
-            before, norms = norms, slopes.flatten(1).norm(dim=1)
-            if norms.max() < TOLERANCE:
-                break
-            step = torch.where(norms > before, step / 2, step)
-            at = at - step[:, None, None] * torch.cholesky_solve(slopes.flatten(1).T, self.factor).T.view_as(at)
-        return at, float(norms.max())
+        strength = 1 / (self.decay * float(counted.sum()))
+        found = LogisticRegression(C=strength, fit_intercept=False, tol=1e-9, max_iter=10_000)
+        return torch.from_numpy(found.fit(self.x, self.y, counted.numpy()).coef_)
 
     def model(self) -> nn.Linear:
-        layer = nn.Linear(self.x.shape[1] - 1, CLASSES).double()
-        layer.weight.data, layer.bias.data = self.at[:, :-1].contiguous(), self.at[:, -1].contiguous()
+        """Of all digits."""
+        at = self.minimum(torch.ones(len(self.y)))
+        layer = nn.Linear(at.shape[1] - 1, CLASSES).double()
+        layer.weight.data, layer.bias.data = at[:, :-1].contiguous(), at[:, -1].contiguous()
         return layer
 
 

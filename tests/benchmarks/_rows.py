@@ -6,22 +6,20 @@ import argparse
 import copy
 import gc
 import itertools
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from _report import markdown
+from _report import DEVICE, machine, markdown
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+
+from support import memory
 
 PLAIN = "plain"
+OPTIONS = {"rounds": 15, "seconds": 20.0, "threads": 2, "cpu_time": False, "device": DEVICE}
 Named = dict[str, Tensor]
 clock_of = lambda options: time.process_time if options.cpu_time else time.perf_counter
 
@@ -95,30 +93,6 @@ def in_turns(ways: Mapping[str, Callable[[], T]], rounds: Iterable[int]) -> dict
     return found
 
 
-@dataclass(frozen=True)
-class Timing:
-    """How long to measure, where, and by which clock."""
-
-    rounds: int
-    seconds: float
-    device: str
-    clock: Clock
-
-    def timed(self, method: Method) -> float:
-        """Seconds of one run; its results are freed afterwards."""
-        taken = timed(method.run, self.clock, self.device)[1]
-        method.clear()
-        return taken
-
-    def best(self, method: Method, repeats: int) -> float:
-        return min(self.timed(method) for _ in range(repeats))
-
-    def repeats(self, method: Method) -> int:
-        """Warm up, and choose how often a round runs the method: the best of up to five, within 0.05 seconds."""
-        once = min(self.timed(method) for _ in range(3))
-        return max(1, min(5, int(0.05 / once)))
-
-
 class Row:
     """One quantity of one model: the methods that are right, and what to print for the others.
 
@@ -159,15 +133,25 @@ class Row:
             return f"unsupported: {shorten(reason)}"
         return "" if worst <= 1 else f"wrong (max error {worst:.2g} x tolerance)"
 
-    def measure(self, timing: Timing) -> None:
-        """Fill `times`, {method: seconds of each round}: at least three rounds."""
-        ways = {name: partial(timing.best, method, timing.repeats(method)) for name, method in self.methods.items()}
+    def measure(self, options: argparse.Namespace) -> None:
+        """Fill `times`, {method: seconds of each round}: three rounds or more, each the best of up to five runs."""
+
+        def best(method: Method, repeats: int) -> float:
+            """Results are freed after each run."""
+            taken = []
+            for _ in range(repeats):
+                taken.append(timed(method.run, clock_of(options), options.device)[1])
+                method.clear()
+            return min(taken)
+
+        count = lambda method: max(1, min(5, int(0.05 / best(method, 3))))  # that take 0.05 seconds; and a warm-up
+        ways = {name: partial(best, method, count(method)) for name, method in self.methods.items()}
         gc.collect()
         gc.disable()
         start = time.perf_counter()
-        goes_on = lambda turn: turn < 3 or time.perf_counter() - start <= timing.seconds
+        goes_on = lambda turn: turn < 3 or time.perf_counter() - start <= options.seconds
         try:
-            self.times = in_turns(ways, itertools.takewhile(goes_on, range(timing.rounds)))
+            self.times = in_turns(ways, itertools.takewhile(goes_on, range(options.rounds)))
         finally:
             gc.enable()
         self.methods.clear()
@@ -204,17 +188,13 @@ def worst_error(result: Named, reference: Named, tolerance: float = 2e-4) -> flo
 
 def peak_bytes(run: Callable[[], object], is_cuda: bool) -> float:
     """Most bytes in tensors that a call adds to what there was."""
+    if not is_cuda:
+        return float(memory.peak_bytes(run))
     gc.collect()
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return float(torch.cuda.max_memory_allocated() - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    found = profiler.profiler.kineto_results.events()  # every allocation and release
-    changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
-    return float(max(itertools.accumulate(change for _, change in changes)))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return float(torch.cuda.max_memory_allocated() - before)
 
 
 def shorten(reason: Exception) -> str:
@@ -228,51 +208,17 @@ def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
     return [name for name in known if name in options.only] or known
 
 
-def arguments(description: str, choices: Sequence[str], models: bool = False) -> argparse.Namespace:
-    """The options that all benchmarks have; sets the number of threads, the seed and silence.
-
-    Args:
-        models: whether models can be handed in.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--only", nargs="+", choices=choices, default=[], help="these models and quantities alone")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds per row")
-    parser.add_argument("--seconds", type=float, default=20, help="no new round after this time in a row (at least 3)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
-    parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
-    parser.add_argument("--out", type=Path, help="write the table to this file too")
-    if models:
-        help = "functions that return (model, (x, y), loss), in place of the models"
-        parser.add_argument("--model", nargs="+", default=[], metavar="MODULE:FUNCTION", help=help)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    warnings.simplefilter("ignore")
-    return options
-
-
 def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Measure the rows and print the table; `head` names the labels of a row."""
-    timing = Timing(options.rounds, options.seconds, options.device, clock_of(options))
+    """Measure the rows, print each, and then the table; `head` names the labels of a row."""
     lines, rounds = [], []
     for row in rows:
-        row.measure(timing)
+        row.measure(options)
         lines.append(row.cells(columns))
         rounds.append(len(row.times[PLAIN]))
         print(" | ".join(lines[-1]), flush=True)
     head = [*head[:2], f"{PLAIN}, ms", *head[2:], *columns]
-    text = f"{markdown(head, 'llr', lines)}\n\n{machine(timing, rounds)}\n"
-    print(f"\n{text}")
-    if options.out:
-        options.out.write_text(text)
-
-
-def machine(timing: Timing, rounds: Sequence[int]) -> str:
-    cuda = timing.device.startswith("cuda")
-    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU thread(s)"
-    clock = "processor time" if timing.clock is time.process_time else "wall time"
-    return (
-        f"Ratios of {clock} to the plain batch gradient on {name}, torch {torch.__version__}, "
-        f"medians of {min(rounds)} to {max(rounds)} rounds; † fastest."
+    clock = "processor" if options.cpu_time else "wall"
+    print(
+        f"\n{markdown(head, 'llr', lines)}\n\nRatios of {clock} time to the plain batch gradient on "
+        f"{machine(options.device)}, medians of {min(rounds)} to {max(rounds)} rounds; † fastest.\n"
     )

@@ -19,14 +19,14 @@ from optimizers import KFAC
 from support.oracles import brute_force, derivatives, kronecker, laplacian
 
 Named = dict[str, Tensor]
-Of = Callable[[Case], Named]
+Of = Callable[[Case], Named | Tensor]
 trained = lambda model: {name: p for name, p in model.named_parameters() if p.requires_grad}
 identity = lambda case: torch.eye(sum(p.numel() for p in trained(case.model).values()))
 our_rows = lambda case: curvature.per_sample_gradients(case.model, case.loss, *only_batch(case))
-dense = lambda case, build: {"": build(case.model, case.loss, case.loader).to_dense()}
+dense = lambda case, build: build(case.model, case.loss, case.loader).to_dense()
 true_factors = lambda case: kronecker.kronecker(textbook(case))
-precision = lambda case, structure: {"": posterior(case, structure).precision.to_dense()}
-laplacian_by = lambda case, function: {"": function(case.model, only_inputs(case))[2][:, 0]}
+precision = lambda case, structure: posterior(case, structure).precision.to_dense()
+laplacian_by = lambda case, function: function(case.model, only_inputs(case))[2][:, 0]
 
 
 class NoCase(Exception):
@@ -35,7 +35,7 @@ class NoCase(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A quantity by a peer, by the definition and by ours: tensors by name.
+    """A quantity by a peer, by the definition and by ours: one tensor, or tensors by name.
 
     What a result lacks counts as zero. `other` is another option of the peer's, described by `other_name`.
     `truth_of_ours` is there where ours is defined in another way (scales, blocks).
@@ -183,24 +183,24 @@ def textbook(case: Case, of: Callable[[Case], brute_force.Matrices] = matrices) 
     return kronecker.affine_layers(of(case))
 
 
-def curvlinops(case: Case, kind: str, data: Any = None, **options: Any) -> Named:
+def curvlinops(case: Case, kind: str, data: Any = None, **options: Any) -> Tensor:
     import curvlinops
 
     model, data = copy.deepcopy(case.model), case.batches if data is None else data
     operator = getattr(curvlinops, kind)(model, case.loss, list(trained(model).values()), data, **options)
-    return {"": operator @ identity(case)}
+    return operator @ identity(case)
 
 
-def curvlinops_at_once(case: Case, kind: str, **options: Any) -> Named:
+def curvlinops_at_once(case: Case, kind: str, **options: Any) -> Tensor:
     data = [tuple(torch.cat(parts) for parts in zip(*case.batches, strict=True))]
     return curvlinops(case, kind, data, **options)
 
 
-def hessian_by(case: Case, derive: Callable[..., Any]) -> Named:
+def hessian_by(case: Case, derive: Callable[..., Any]) -> Tensor:
     (x, y), model = only_batch(case), copy.deepcopy(case.model)
     flat = torch.cat([p.detach().flatten() for p in trained(model).values()])
     loss = lambda flat: case.loss(functional_call(model, brute_force.split(model, flat), (x,)), y)
-    return {"": derive(loss, flat)}
+    return derive(loss, flat)
 
 
 hessian_by_func = partial(hessian_by, derive=lambda loss, flat: hessian(loss)(flat))
@@ -224,7 +224,7 @@ def true_blocks(case: Case) -> Named:
     return blocks(case, true_factors(case))
 
 
-def nngeometry(case: Case, form: str) -> Named:
+def nngeometry(case: Case, form: str) -> Tensor:
     import nngeometry.object as forms
     from nngeometry.layercollection import LayerCollection
     from nngeometry.metrics import FIM
@@ -236,7 +236,7 @@ def nngeometry(case: Case, form: str) -> Named:
         raise NoCase("takes no targets")
     model = copy.deepcopy(case.model)
     found = FIM(model, case.loader, getattr(forms, form), variant="classif_logits").to_torch()
-    return {"": placed(case, found, LayerCollection.from_model(model).get_layerid_module_maps(model)[0])}
+    return placed(case, found, LayerCollection.from_model(model).get_layerid_module_maps(model)[0])
 
 
 def placed(case: Case, found: Tensor, layers: dict[str, nn.Module]) -> Tensor:
@@ -285,25 +285,25 @@ def posterior(case: Case, structure: str) -> Any:
     return curvature.laplace(copy.deepcopy(case.model).eval(), case.loss, case.loader, structure)
 
 
-def true_precision(case: Case) -> Named:
+def true_precision(case: Case) -> Tensor:
     of, factor = summed(case)
-    return {"": factor * of.gauss_newton + identity(case)}
+    return factor * of.gauss_newton + identity(case)
 
 
-def laplace_precision(case: Case, structure: str) -> Named:
+def laplace_precision(case: Case, structure: str) -> Tensor:
     found = fitted(case, subset_of_weights="all", hessian_structure=structure).posterior_precision
-    return {"": found if structure == "full" else found.to_matrix()}
+    return found if structure == "full" else found.to_matrix()
 
 
-def precision_by_factors(case: Case) -> Named:
+def precision_by_factors(case: Case) -> Tensor:
     factors = kronecker.kronecker(textbook(case, lambda case: summed(case)[0]))
-    return {"": summed(case)[1] * factors + identity(case)}
+    return summed(case)[1] * factors + identity(case)
 
 
-def precision_apart(case: Case) -> Named:
+def precision_apart(case: Case) -> Tensor:
     """Weights and biases apart."""
-    found = precision_by_factors(case)[""]
-    return {"": brute_force.blocks(case.model, found, [[name] for name in trained(case.model)])}
+    found = precision_by_factors(case)
+    return brute_force.blocks(case.model, found, [[name] for name in trained(case.model)])
 
 
 def laplace_predictions(case: Case, **options: Any) -> Tensor:
@@ -312,13 +312,13 @@ def laplace_predictions(case: Case, **options: Any) -> Tensor:
     return found[1] if isinstance(found, tuple) else found
 
 
-def true_predictions(case: Case) -> Named:
+def true_predictions(case: Case) -> Tensor:
     if not case.is_affine or case.y.ndim > 1 and not isinstance(case.loss, nn.MSELoss):
         raise NoCase("no predictions of one output per sample")
     of, factor = summed(case)
     index = torch.cat([index.flatten() for index in list(brute_force.positions(of.model).values())[-2:]])
     found = factor * of.gauss_newton[index[:, None], index] + torch.eye(len(index))
-    return {"": predicted(case, of, torch.linalg.inv(found), index)}
+    return predicted(case, of, torch.linalg.inv(found), index)
 
 
 def predicted(case: Case, of: brute_force.Matrices, covariance: Tensor, index: Tensor) -> Tensor:
@@ -330,17 +330,17 @@ def predicted(case: Case, of: brute_force.Matrices, covariance: Tensor, index: T
     return (outputs / (1 + math.pi / 8 * variances.diagonal(dim1=1, dim2=2)).sqrt()).softmax(1)  # probit
 
 
-def our_predictions(case: Case) -> Named:
+def our_predictions(case: Case) -> Tensor:
     (x, _), found = case.batches[0], posterior(case, "last_layer")
-    return {"": found.outputs(x)[1] if isinstance(case.loss, nn.MSELoss) else found.predict(x).mean}
+    return found.outputs(x)[1] if isinstance(case.loss, nn.MSELoss) else found.predict(x).mean
 
 
-def predictions_of_all(case: Case) -> Named:
+def predictions_of_all(case: Case) -> Tensor:
     """Of another posterior, which is right if it is that of all parameters."""
     found, (of, factor) = laplace_predictions(case, subset_of_weights="all"), summed(case)
     covariance = torch.linalg.inv(factor * of.gauss_newton + identity(case))
     error = found - predicted(case, of, covariance, torch.arange(len(covariance)))
-    return {"": true_predictions(case)[""] + error}
+    return true_predictions(case) + error
 
 
 # -- training
@@ -404,9 +404,9 @@ def only_inputs(case: Case) -> Tensor:
     return case.x
 
 
-def vmapped_laplacian(case: Case) -> Named:
+def vmapped_laplacian(case: Case) -> Tensor:
     second = vmap(hessian(lambda x: case.model(x[None])[0, 0]))(only_inputs(case))
-    return {"": second.diagonal(dim1=1, dim2=2).sum(1)}
+    return second.diagonal(dim1=1, dim2=2).sum(1)
 
 
 BACKPACK, OPACUS, CURVLINOPS, NNGEOMETRY, LAPLACE, SINGD, TORCH = (
@@ -417,27 +417,26 @@ MOVED = "`SINGD` (what it trains)"
 
 
 def of_curvlinops(kind: str, truth: Callable[[Case], Tensor], build: Callable[..., Any], **options: Any) -> Call:
-    ways = (partial(way, kind=kind, **options) for way in (curvlinops, curvlinops_at_once))
-    theirs, other = ways
-    ours = partial(dense, build=build)
-    return Call(CURVLINOPS, f"`{kind}`", theirs, lambda case: {"": truth(case)}, ours, "all data in one batch", other)
+    theirs, other = (partial(way, kind=kind, **options) for way in (curvlinops, curvlinops_at_once))
+    return Call(
+        CURVLINOPS, f"`{kind}`", theirs, truth, partial(dense, build=build), "all data in one batch", other
+    )  # fmt: skip
 
 
 def of_nngeometry(form: str, truth: Callable[[Case], Tensor], build: Callable[..., Any]) -> Call:
-    theirs, ours = partial(nngeometry, form=form), partial(dense, build=build)
-    return Call(NNGEOMETRY, f"`FIM(..., {form})`", theirs, lambda case: {"": truth(case)}, ours)
+    theirs = partial(nngeometry, form=form)
+    return Call(NNGEOMETRY, f"`FIM(..., {form})`", theirs, truth, partial(dense, build=build))
 
 
 def of_hessian(name: str, theirs: Of, other_name: str, other: Of) -> Call:
-    truth = lambda case: {"": true_hessian(case)}
-    return Call(TORCH, name, theirs, truth, partial(dense, build=curvature.hessian), other_name, other)
+    return Call(TORCH, name, theirs, true_hessian, partial(dense, build=curvature.hessian), other_name, other)
 
 
 gauss_newton = lambda case: apart(case).gauss_newton
 norms_of_rows = lambda case: {"norms": brute_force.norms(rows(case))}
 our_norms = lambda case: {"norms": curvature.per_sample_norms(case.model, case.loss, *only_batch(case))}
 our_diagonal = lambda case: curvature.fisher_diagonal(case.model, case.loss, case.loader)
-our_blocks = lambda case: blocks(case, dense(case, curvature.kfac)[""])
+our_blocks = lambda case: blocks(case, dense(case, curvature.kfac))
 by_sgd = lambda model: torch.optim.SGD(model.parameters(), 0.1)
 CALLS = [
     Call(BACKPACK, "`BatchGrad`", lambda case: backpack(case, "BatchGrad", "grad_batch"), shares_of_rows, our_rows,
@@ -461,7 +460,7 @@ CALLS = [
          partial(precision, structure="dense")),
     Call(LAPLACE, '`Laplace(..., "all", "kron")`', partial(laplace_precision, structure="kron"), precision_apart,
          partial(precision, structure="kfac"), truth_of_ours=precision_by_factors),
-    Call(LAPLACE, '`Laplace(..., hessian_structure="full")`', lambda case: {"": laplace_predictions(case)},
+    Call(LAPLACE, '`Laplace(..., hessian_structure="full")`', laplace_predictions,
          true_predictions, our_predictions, '`subset_of_weights="all"`', predictions_of_all),
     Call(SINGD, "`SINGD` (inputs' covariance)", singd_inputs, true_inputs, our_inputs),
     Call(SINGD, MOVED, lambda case: moved(case, singd()), partial(moved, make=by_sgd), partial(moved, make=KFAC)),
@@ -470,7 +469,7 @@ CALLS = [
     of_hessian(AUTOGRAD, hessian_by_autograd, FUNC, hessian_by_func),
     Call(TORCH, "`vmap(torch.func.hessian(...))` by the inputs", vmapped_laplacian,
          partial(laplacian_by, function=laplacian.laplacian), partial(laplacian_by, function=curvature.laplacian),
-         "nested `torch.autograd.grad`", lambda case: {"": plain_laplacian(case.model, only_inputs(case)).detach()}),
+         "nested `torch.autograd.grad`", lambda case: plain_laplacian(case.model, only_inputs(case))),
     Call(TORCH, "backward pass of the Laplacian (`torch.autograd`)",
          lambda case: stacked(case.model, plain_laplacian(case.model, only_inputs(case))),
          lambda case: derivatives.central_differences(case.model, plain_laplacian, only_inputs(case)),

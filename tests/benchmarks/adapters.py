@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from _networks import GPT
+from _networks import GPT, ClassesSecond
 from _report import options_of, printed
 from _rows import in_turns, peak_bytes, timed
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ class LoRA(nn.Module):
 def adapted() -> tuple[nn.Module, list[str]]:
     """A GPT with adapters beside the linear layers of its attention, and the names of the adapters."""
     torch.manual_seed(0)
-    model = GPT(d=256, layers=6)
-    for block in model.blocks:
+    model = nn.Sequential(GPT(256, 64, 256, 6), ClassesSecond())
+    for block in model[0].blocks:
         block.qkv, block.out = LoRA(block.qkv), LoRA(block.out)
     found = [name for name, module in model.named_modules() if isinstance(module, LoRA)]
     return model, [f"{name}.{part}" for name in found for part in ("down", "up")]

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from _report import printed
+from _report import options_of, printed
 from _retraining import BATCH, CLASSES, MOMENTUM, RATE, Data, SoftmaxRegression, margins, mlp
 from _retraining import digits as mnist
 from _rows import timed
@@ -143,8 +143,8 @@ def softmax_rows(size: Size) -> Iterator[list[str]]:
     train, query = mnist(size.digits, size.queries, size.side)
     asked = torch.cat([query[0], torch.ones_like(query[0][:, :1])], 1).double()
     problem, kept = SoftmaxRegression(train, DECAY), halves(size)
-    answers = lambda counted: torch.einsum("mcp,qp->mqc", problem.minima(counted), asked)
-    truth = Truth.of(kept, torch.cat([answers(some) for some in kept.split(25)])[:, None], query[1])
+    answers = lambda rows: torch.stack([asked @ problem.minimum(counted).T for counted in rows])
+    truth = Truth.of(kept, answers(kept)[:, None], query[1])
     left_out = torch.randperm(size.digits, generator=torch.Generator().manual_seed(2))[: size.left_out]
     without = torch.ones(size.left_out, size.digits).double()
     without[torch.arange(size.left_out), left_out] = 0
@@ -214,7 +214,7 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    options_of(__doc__)
     print(f"{SIZE}\n")
     printed(["softmax regression", "leave-one-out", "LDS", "CPU seconds"], "lr", softmax_rows(SIZE))
     print()

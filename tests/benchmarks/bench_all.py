@@ -15,7 +15,6 @@ time where a benchmark knows it: other work on the machine then counts little.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -29,7 +28,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from _report import processor
+from _report import options_of, processor
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,9 +165,7 @@ def is_current(name: str) -> bool:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=COMMANDS, help="run these, whether out of date or not")
-    options = parser.parse_args(args)
+    options = options_of(__doc__, args, only=[str])
     runs_here = lambda name: torch.cuda.is_available() or not name.startswith("gpu_")
     names = options.only or [name for name in COMMANDS if runs_here(name) and not is_current(name)]
     RESULTS.mkdir(exist_ok=True)

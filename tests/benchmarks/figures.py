@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,6 +27,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import _contest_report as contest
 import _report
 from bench_all import COMMANDS, RESULTS, ROOT, Stored, Table
 
@@ -47,9 +47,9 @@ PEERS = {
     "torch": ("Laplacians, Hessians", "Laplacian of a network with", "backward pass of the Laplacian"),
 }
 LEVEL = 1.1  # ratios up to this count as level
-PICTURES = {  # commands that draw what is stored
-    "generality": "generality.py --report --json {runs} --figure docs/generality.png",
-    "race": "race.py --report --json {runs} --figure docs/race.png",
+PICTURES = {
+    "generality": (contest.FamilyResult, contest.family_figure),
+    "race": (contest.RaceResult, contest.race_figure),
 }
 middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
 
@@ -59,11 +59,9 @@ def markdown(table: Table) -> str:
 
     Families have the names of the pages, not those of the benchmark's options.
     """
-    from _contest_report import NAMES
-
     rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
     if table.columns[0] == "family":
-        rows = [[NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
+        rows = [[contest.NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
     align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]
     return _report.markdown(table.columns, "".join(align), rows) + "\n"
 
@@ -117,11 +115,11 @@ def demo() -> str:
 
 def scores_of_kfac() -> tuple[dict[str, list[Any]], dict[str, float], float]:
     """By family; the median speeds; the geometric mean of the median ratios of steps."""
-    from _contest_report import FamilyResult, geometric
-
-    scores = {name: FamilyResult.read(result).scores()["kfac"] for name, result in runs_of("generality").items()}
+    scores = {
+        name: contest.FamilyResult.read(result).scores()["kfac"] for name, result in runs_of("generality").items()
+    }
     speeds = {name: middle(own, "speed").speed for name, own in scores.items()}
-    return scores, speeds, geometric([middle(own, "steps").steps for own in scores.values()])
+    return scores, speeds, contest.geometric([middle(own, "steps").steps for own in scores.values()])
 
 
 def grouped(speeds: Mapping[str, float]) -> dict[str, list[str]]:
@@ -145,34 +143,28 @@ def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
-    from _contest_report import NAMES, geometric
-
     scores, speeds, steps = scores_of_kfac()
     mark = lambda name: "below " if middle(scores[name], "speed").slower else ""
-    said = lambda name: f"{NAMES[name]} ({mark(name)}{speeds[name]:.2g})"
+    said = lambda name: f"{contest.NAMES[name]} ({mark(name)}{speeds[name]:.2g})"
     every = [score for own in scores.values() for score in own]
-    diverged = sum(score.end != "stopped" for score in every)
+    near, diverged = (sum(map(of, every)) for of in (lambda s: s.loss <= LEVEL, lambda s: s.end != "stopped"))
     return listed(speeds, said) + (
-        f"- In the geometric mean {geometric(speeds.values()):.2f} times as fast as the best rival, with {steps:.2f} "
-        f"of tuned AdamW's steps; the loss at equal time is at most {LEVEL} times the best rival's in "
-        f"{sum(score.loss <= LEVEL for score in every)} of {len(every)} runs, and {diverged or 'none'} of them "
-        f"diverged.\n"
+        f"- In the geometric mean {contest.geometric(speeds.values()):.2f} times as fast as the best rival, with "
+        f"{steps:.2f} of tuned AdamW's steps; the loss at equal time is at most {LEVEL} times the best rival's in "
+        f"{near} of {len(every)} runs, and {diverged or 'none'} of them diverged.\n"
     )
 
 
 def race() -> str:
     """KFAC beside the best rival in the time to a training loss, the picture, and a table for each problem."""
-    from _contest_report import OWN, RaceResult, race_table, seconds_of
-    from _contest_report import middle as median
-
-    results = [RaceResult.read(result) for result in runs_of("race").values()]
+    results = [contest.RaceResult.read(result) for result in runs_of("race").values()]
     speeds = {}
     for result in results:
-        seconds = {name: median(seconds_of(records)) for name, records in result.grouped().items()}
-        best = min(time for name, time in seconds.items() if name not in OWN)
+        seconds = {name: contest.middle(contest.seconds_of(records)) for name, records in result.grouped().items()}
+        best = min(time for name, time in seconds.items() if name not in contest.OWN)
         speeds[result.title.split(",")[0]] = best / seconds["kfac"] if math.isfinite(seconds["kfac"]) else 0.0
     said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
-    tables = "\n".join(map(race_table, results))
+    tables = "\n".join(map(contest.race_table, results))
     return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{tables}\n{origin(stored_of('race'))}"
 
 
@@ -182,10 +174,8 @@ def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
 
 
 def steps_line() -> str:
-    from _contest_report import NAMES
-
     scores, speeds, steps = scores_of_kfac()
-    ahead, level, behind = grouped({NAMES[name]: speed for name, speed in speeds.items()}).values()
+    ahead, level, behind = grouped({contest.NAMES[name]: speed for name, speed in speeds.items()}).values()
     return (
         f"`KFAC`, untuned, needs **{100 * steps:.0f} % of tuned AdamW's steps**, in the geometric mean over "
         f"{len(scores)} families of problems. In CPU time it is ahead of the best tuned rival on {len(ahead)}, level "
@@ -322,12 +312,9 @@ def main() -> None:
         if (new := rendered(text)) != text:
             path.write_text(new, "utf-8")
             print(path.relative_to(ROOT))
-    for name, command in PICTURES.items():
-        runs = RESULTS / f"{name}.runs.json"
-        if runs.exists():
-            script, *rest = command.format(runs=runs).split()
-            here = Path(__file__).parent
-            subprocess.run([sys.executable, str(here / script), *rest], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    for name, (kind, draw) in PICTURES.items():
+        with contextlib.suppress(NotStored):
+            draw({title: kind.read(result) for title, result in runs_of(name).items()}, ROOT / "docs" / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Sixteen families of problems: ours, with one configuration and nothing to set, against rivals tuned on each.
 
     pip install -e ".[bench]"                                            (or `make generality`)
-    python tests/benchmarks/generality.py --families vit lstm --seeds 1  # two families, one seed
+    python tests/benchmarks/generality.py --problem vit lstm --seeds 1  # two families, one seed
     python tests/benchmarks/generality.py --tune                         # tune all rivals anew: half an hour
-    python tests/benchmarks/generality.py --optimizers sgd adamw muon soap --json out/rivals.json    # rivals alone
-    python tests/benchmarks/generality.py --optimizers kfac --rivals out/rivals.json --curves        # ours alone
-    python tests/benchmarks/generality.py --report --json out/generality.json --table out/generality.md
+    python tests/benchmarks/generality.py --only sgd adamw muon soap --json out/rivals.json  # rivals alone
+    python tests/benchmarks/generality.py --only kfac --rivals out/rivals.json            # ours alone
 
 Rivals keep one learning rate, have no weight decay, and are tuned with seed 0 for the lowest training loss at the end
 of the family's budget of CPU seconds, over half decades of the learning rate that go on while the best lies at their
@@ -20,21 +19,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
+from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, contest, take_turns, tune
 from _contest_report import FamilyResult, Targets, crossing, family_figure, family_table, level, line
 from _generality_families import FAMILIES
 from _problems import Problem
 from _race_rivals import ENTRIES, Entry, Setting
-from _report import load, machine, words
-
-import optimizers
+from _report import load, machine, options_of, words
 
 TUNED = Path(__file__).with_name("generality_tuned.json")
 HALF, END = (0.42, 0.46, 0.5), (0.8, 0.9, 1.0)  # of the budget: where a trial is evaluated
@@ -43,21 +38,7 @@ PACED = 100  # steps of SGD that tell how fast the machine is
 PRUNE = 3.0  # a learning rate is abandoned if half-way its loss is this many times that of the best so far
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 GRIDS = {"sgd": (1e-2, 3e-2, 1e-1, 3e-1), "adamw": RATES, "muon": RATES, "soap": RATES}  # to begin with
-NATURAL = Entry("natural", "NaturalGradient", lambda model, problem: optimizers.NaturalGradient(model))
-OURS = {name: ENTRIES[name] for name in ("kfac", "ekfac", "adaptive")} | {NATURAL.name: NATURAL}
-CONTESTANTS = {name: ENTRIES[name] for name in GRIDS} | OURS
-
-
-def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__ or "", TUNED)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
-    parser.add_argument("--optimizers", nargs="+", choices=CONTESTANTS, help="default: the rivals, kfac and ekfac")
-    parser.add_argument("--rivals", type=Path, help="take budget and rivals' runs from this file of another --json")
-    parser.add_argument("--curves", action="store_true", help="print steps, seconds, losses and metrics of ours")
-    options = parser.parse_args(args)
-    if options.optimizers is None:
-        options.optimizers = [*([] if options.rivals else GRIDS), "kfac", "ekfac"]
-    return options
+CONTESTANTS = [*GRIDS, "kfac", "ekfac"]
 
 
 def trial_of(family: Problem, entry: Entry, budget: float) -> Attempt:
@@ -82,7 +63,7 @@ def trial_of(family: Problem, entry: Entry, budget: float) -> Attempt:
     return attempt
 
 
-def tuned(family: Problem, entry: Entry, budget: float) -> Iterator[Trial]:
+def grid(family: Problem, entry: Entry, budget: float) -> Iterator[Trial]:
     for extra in [{"momentum": momentum} for momentum in family.momenta] or [{}]:
         yield from tune(entry, GRIDS[entry.name], trial_of(family, entry, budget), extra)
 
@@ -95,7 +76,7 @@ def budget_here(options: argparse.Namespace, family: Problem) -> float:
     """
     sgd = load(options.tuned).get(family.name, {}).get("sgd")
     if sgd is None:
-        raise SystemExit(f"not tuned: generality.py --tune --families {family.name} --optimizers sgd")
+        raise SystemExit(f"not tuned: --tune --problem {family.name} --only sgd")
     then = statistics.median([trial["seconds"] / trial["steps"] for trial in sgd["grid"]])
     run = Run(family, ENTRIES["sgd"], {"lr": 0.0}, seed=0)
     for _ in range(PACED):
@@ -129,47 +110,34 @@ def race(
     return [run.record(pace()) for run in runs]
 
 
-def race_all(options: argparse.Namespace, family: Problem) -> FamilyResult:
+def raced(options: argparse.Namespace, family: Problem, contestants: Mapping[Entry, Setting]) -> FamilyResult:
     """
     Raises:
-        SystemExit: a rival was not tuned, or the file of the rivals has no runs of this family and seed.
+        SystemExit: the file of the rivals has no runs of this family and seed.
     """
-    chosen = [entry for name, entry in CONTESTANTS.items() if name in options.optimizers]
-    how = f"generality.py --tune --families {family.name} --optimizers"
-    contestants = settings(options.tuned, family.name, chosen, how)
-    warm_up(family, contestants)
-    earlier = load(options.rivals).get(family.name) if options.rivals else None
+    earlier = load(options.rivals).get(family.name)
     budget = earlier["budget"] if earlier else budget_here(options, family)
     result = FamilyResult(family.title, machine("cpu"), [], family.objective, family.metric, budget)
     for seed in range(options.seeds):
         rivals = FamilyResult.read(earlier).of(seed, ours=False) if earlier else []
         if options.rivals and not rivals:
             raise SystemExit(f"{options.rivals} has no runs of rivals on {family.name} with seed {seed}")
-        result.records.extend(rivals)
-        result.records.extend(race(family, contestants, seed, budget, rivals))
-        for record in result.of(seed, ours=True) if options.curves else []:
-            print(f"{family.name} {record.name} seed {seed}: steps, seconds, {family.objective}, test {family.metric}")
-            for p in record.points:
-                print(f"  {p.step:6.0f} {p.seconds:7.2f} {p.loss:10.4g} {p.metric:10.4g}")
+        result.records.extend([*rivals, *race(family, contestants, seed, budget, rivals)])
         for scores in result.scores().values():
             print(line(family.name, scores[-1]), flush=True)
     return result
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = arguments(args)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    families = {name: FAMILIES[name] for name in options.families}
-    rivals = [ENTRIES[name] for name in GRIDS if name in options.optimizers]
-    on_family = lambda family, entry: tuned(family, entry, options.scale * family.budget)
-    found = contest(options, families, FamilyResult, rivals, on_family, partial(race_all, options))
-    results = {name: found[name] for name in FAMILIES if name in found}
-    if not options.tune and any(result.scores() for result in results.values()):
-        label = lambda name: CONTESTANTS[name].label
-        shown(options, family_table(results, label))
+    options = options_of(
+        __doc__, args, problem=list(FAMILIES), only=CONTESTANTS, rivals=Path, tuned=TUNED, **OPTIONS
+    )  # fmt: skip
+    on_family = lambda family, entry: grid(family, entry, options.scale * family.budget)
+    results = contest(options, FAMILIES, FamilyResult, on_family, partial(raced, options))
+    if any(result.scores() for result in results.values()):
+        print(f"\n{family_table(results)}")
         if options.figure:
-            family_figure(results, options.figure, label)
+            family_figure(results, options.figure)
 
 
 if __name__ == "__main__":

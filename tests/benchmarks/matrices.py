@@ -3,7 +3,7 @@
     pip install -e ".[bench]"                                                     (or `make bench`)
     pip install --no-deps backpack-for-pytorch curvlinops-for-pytorch nngeometry
     python tests/benchmarks/matrices.py                                           # all rows, two threads
-    python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time --out table.md
+    python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time
     python tests/benchmarks/matrices.py --model mine:mixer --only kfac            # your own, as in `per_sample.py`
 
 All of mean cross-entropy over one batch. Every method is checked first (`_matrix_peers.py`); what is wrong or
@@ -30,7 +30,8 @@ from functools import partial
 import _matrix_peers as peers
 from _matrix_peers import PROBES, Kinds, Matrix
 from _networks import LOSS, MATRICES, Workload, workloads
-from _rows import Named, Plain, Row, arguments, chosen, report, worst_error
+from _report import options_of
+from _rows import OPTIONS, Named, Plain, Row, chosen, report, worst_error
 from torch import nn
 
 COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
@@ -121,7 +122,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").split("\n")[0], [*MATRICES, *QUANTITIES], models=True)
+    options = options_of(__doc__, only=[*MATRICES, *QUANTITIES], model=[str], **OPTIONS)
     report(["model", "quantity"], COLUMNS, rows(options), options)
 
 

@@ -2,7 +2,7 @@
 
     pip install -e ".[bench]" && pip install --no-deps backpack-for-pytorch       (or `make bench`)
     python tests/benchmarks/per_sample.py                                         # all rows, two threads
-    python tests/benchmarks/per_sample.py --only gpt norms --seconds 10 --threads 1 --out table.md
+    python tests/benchmarks/per_sample.py --only gpt norms --seconds 10 --threads 1
     python tests/benchmarks/per_sample.py --model mine:unet mine:mixer --only norms --threads 1 --cpu-time
 
 Every method is checked against a loop of batch size one first; what is wrong or unsupported is named and not timed. All
@@ -25,7 +25,8 @@ from functools import partial
 from _networks import PER_SAMPLE, Workload, workloads
 from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, Kinds, one_by_one, reference_clipped
 from _peers import norms as norms_of
-from _rows import Method, Plain, Row, arguments, chosen, report, worst_error
+from _report import options_of
+from _rows import OPTIONS, Method, Plain, Row, chosen, report, worst_error
 from torch import Tensor
 
 QUANTITIES: dict[str, Kinds] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
@@ -64,7 +65,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").split("\n")[0], [*PER_SAMPLE, *QUANTITIES], models=True)
+    options = options_of(__doc__, only=[*PER_SAMPLE, *QUANTITIES], model=[str], **OPTIONS)
     report(["model", "per-sample", "results"], list(NORMS), rows(options), options)
 
 

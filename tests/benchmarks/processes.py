@@ -13,19 +13,18 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from _problems import cnn
 from _report import medians, options_of, printed
 from torch.nn.parallel import DistributedDataParallel
 
 from optimizers import EKFAC, KFAC
+from support.distributed.processes import on_processes
 
 WARM = 120
 MAKES: dict[str, Any] = {
@@ -36,42 +35,32 @@ MAKES: dict[str, Any] = {
 
 
 def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
-    """Samples per second of all processes together."""
+    """Samples per second of all processes together; each has a core of its own."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if cores:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.manual_seed(0)
     problem = cnn(batch=batch)
     (model,) = problem.make()
     used = DistributedDataParallel(model) if size > 1 else model
     opt = MAKES[name](model)
-    batches = problem.batches(rank)
     start = 0.0
-    for step, (x, y) in enumerate(itertools.islice(batches, WARM + steps)):
+    for step, (x, y) in enumerate(itertools.islice(problem.batches(rank), WARM + steps)):
         if step == WARM:
-            if size > 1:
-                dist.barrier()
+            dist.barrier()
             start = time.perf_counter()
         opt.zero_grad()
         problem.loss(used(x), y).backward()
         opt.step()
-    return size * batch * steps / (time.perf_counter() - start)
-
-
-def work(rank: int, size: int, folder: str, name: str, batch: int, steps: int) -> None:
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if cores:
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-    found = rate(rank, size, name, batch, steps)
-    if rank == 0:
-        Path(folder, "rate").write_text(str(found))
+    seconds = time.perf_counter() - start
+    del used
     gc.collect()  # DistributedDataParallel is in a cycle: if it outlives the group, its threads abort the process
-    dist.destroy_process_group()
+    return size * batch * steps / seconds
 
 
 def measured(size: int, name: str, batch: int, steps: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (size, folder, name, batch, steps), size)
-        return float(Path(folder, "rate").read_text())
+    run = partial(rate, name=name, batch=batch, steps=steps)
+    return on_processes(size, {"rate": run}, seconds=600.0)[0]["rate"]
 
 
 def main() -> None:

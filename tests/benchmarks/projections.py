@@ -1,6 +1,6 @@
 """Projected per-sample gradients against building the gradients and multiplying them by the map.
 
-    python tests/benchmarks/projections.py [--only gpt kronecker] [--threads 1] [--cpu-time] [--out table.md]
+    python tests/benchmarks/projections.py [--only gpt kronecker] [--threads 1] [--cpu-time]
 
 "gradients, then map" applies the same projection to the rows of `per_sample_gradients`; "gradients @ map" multiplies
 them by a matrix that was drawn before and is kept whole. Each is checked against gradients of samples that ran alone,
@@ -10,13 +10,15 @@ that a call adds to what there was. A dagger marks the fastest.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from _networks import LOSS, PER_SAMPLE, Workload
 from _peers import one_by_one
-from _rows import PLAIN, Method, Named, Plain, Row, Timing, arguments, chosen, peak_bytes, report, worst_error
+from _report import options_of
+from _rows import OPTIONS, PLAIN, Method, Named, Plain, Row, chosen, peak_bytes, report, worst_error
 from torch import Tensor, nn
 
 import curvature
@@ -73,13 +75,13 @@ WHOLE = "gradients @ map"
 class Measured(Row):
     """A row whose cells name the peak, too."""
 
-    def measure(self, timing: Timing) -> None:
-        is_cuda = timing.device.startswith("cuda")
+    def measure(self, options: argparse.Namespace) -> None:
+        is_cuda = options.device.startswith("cuda")
         self.peaks = {name: peak_bytes(method.run, is_cuda) / 1e6 for name, method in self.methods.items()}
         self.labels = [*self.labels, f"{self.peaks[PLAIN]:.1f}"]
         for method in self.methods.values():
             method.clear()
-        super().measure(timing)
+        super().measure(options)
 
     def cells(self, columns: Sequence[str]) -> list[str]:
         found = super().cells(columns)
@@ -105,7 +107,7 @@ def rows(models: Sequence[str], kinds: Sequence[str], device: str) -> Iterator[R
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").split("\n")[0], [*PER_SAMPLE, *PROJECTIONS])
+    options = options_of(__doc__, only=[*PER_SAMPLE, *PROJECTIONS], **OPTIONS)
     wanted = rows(chosen(options, PER_SAMPLE), chosen(options, PROJECTIONS), options.device)
     report(["model", "projection", "columns", "plain, MB"], [*METHODS, WHOLE], wanted, options)
 

@@ -5,7 +5,6 @@
     python tests/benchmarks/race.py --tune                           # tune all rivals anew: an hour or two
     python tests/benchmarks/race.py --tune --only muon --problem gpt # or one of them
     python tests/benchmarks/race.py --batches 64 500 --problem tanh  # ours alone, at several batch sizes
-    python tests/benchmarks/race.py --report --json race.json --table race.md --figure race.png    # nothing is run
 
 Rivals keep one learning rate throughout, have no weight decay, and are tuned with seed 0 for the fewest steps to the
 target, over half decades of the learning rate that go on while the best lies at their end, and over other settings
@@ -20,31 +19,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-from _contest import LEAD, Attempt, Record, Run, Trial, contest, parser_of, settings, shown, take_turns, tune, warm_up
-from _contest_report import RaceResult, grid_lines, race_figure, race_table
+from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, contest, said, take_turns, tune
+from _contest_report import RaceResult, race_figure, race_table
 from _problems import PROBLEMS, Problem
-from _race_rivals import ENTRIES, OURS, RIVALS, Entry, Setting
-from _report import load, machine, markdown
+from _race_rivals import ENTRIES, OURS, Entry, Setting
+from _report import DEVICE, machine, markdown, options_of
 
 TUNED = Path(__file__).with_name("race_tuned.json")
 PRUNE = 1.3  # a point of a grid is abandoned after this many times the seconds of the best
-
-
-def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__ or "", TUNED)
-    parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES), help="these contestants alone")
-    parser.add_argument("--batches", type=int, nargs="+", help="race ours at these batch sizes, and stop")
-    parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
-    return parser.parse_args(args)
 
 
 def trial_of(problem: Problem, entry: Entry, cap: float) -> Attempt:
@@ -56,8 +43,8 @@ def trial_of(problem: Problem, entry: Entry, cap: float) -> Attempt:
         while not run.end and run.seconds < limit:
             run.advance(run.seconds + 0.02 * limit)
         run.look()
-        last = run.reached or run.points[-1]
-        return Trial(setting, run.end or "stopped", last.step, last.seconds, last.loss)
+        last = (record := run.record()).last
+        return Trial(setting, record.end, last.step, last.seconds, last.loss)
 
     return attempt
 
@@ -72,16 +59,12 @@ def race(problem: Problem, contestants: Mapping[Entry, Setting], seed: int, cap:
     return [run.record() for run in runs]
 
 
-def race_all(options: argparse.Namespace, problem: Problem) -> RaceResult:
-    chosen = [ENTRIES[name] for name in ENTRIES if name in options.only]
-    contestants = settings(options.tuned, problem.name, chosen, f"race.py --tune --problem {problem.name} --only")
-    warm_up(problem, contestants)
+def raced(options: argparse.Namespace, problem: Problem, contestants: Mapping[Entry, Setting]) -> RaceResult:
     records = []
     for seed in range(options.seeds):
         for record in race(problem, contestants, seed, options.scale * problem.budget):
-            last = record.reached or record.points[-1]
-            found = f"{record.end:9s} loss {last.loss:<10.4g} steps {last.step:<6.0f} {last.seconds:.2f} s"
-            print(f"{problem.name:12s} {record.name:10s} seed {seed} {found}", flush=True)
+            last = record.last
+            said(problem.name, record.name, f"seed {seed}", record.end, last.loss, last.step, last.seconds)
             records.append(record)
     clock = "seconds" if options.device.startswith("cuda") else "CPU seconds"
     return RaceResult(
@@ -112,21 +95,17 @@ def batch_table(options: argparse.Namespace) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = arguments(args)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    options = options_of(
+        __doc__, args, problem=list(PROBLEMS), only=list(ENTRIES), batches=[int], device=DEVICE, tuned=TUNED, **OPTIONS
+    )  # fmt: skip
     if options.batches:
-        return shown(options, batch_table(options))
-    problems = {name: partial(PROBLEMS[name], options.device) for name in options.problem}
-    rivals = [entry for entry in RIVALS if entry.name in options.only]
-    tuned = lambda problem, entry: tune(entry, entry.lrs, trial_of(problem, entry, options.scale * problem.budget))
-    results = contest(options, problems, RaceResult, rivals, tuned, partial(race_all, options))
-    if not options.tune:
-        grids = load(options.tuned)
-        lines = [line for name in results for line in grid_lines(grids.get(name, {}), results[name].title)]
-        shown(options, "\n".join(map(race_table, results.values())), "\n### Grids\n\n" + "\n".join(lines))
-        if options.figure and results:
-            race_figure(results, options.figure)
+        return print(batch_table(options))
+    problems = {name: partial(make, options.device) for name, make in PROBLEMS.items()}
+    grid = lambda problem, entry: tune(entry, entry.lrs, trial_of(problem, entry, options.scale * problem.budget))
+    results = contest(options, problems, RaceResult, grid, partial(raced, options))
+    print("\n" + "\n".join(map(race_table, results.values())))
+    if options.figure and results:
+        race_figure(results, options.figure)
     return None
 
 

@@ -6,7 +6,6 @@ The first table counts, the second has a line for each case in which calls of a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -18,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
-
-from _report import markdown  # noqa: E402
-from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase  # noqa: E402
-from _silently_wrong_cases import CASES  # noqa: E402
+from _report import markdown, options_of
+from _silently_wrong_calls import CALLS, MOVED, Call, Named, NoCase
+from _silently_wrong_cases import CASES
+from torch import Tensor
 
 TOLERANCE = 1e-6
 OUTCOMES = "right", "raises", "warned", "wrong"
@@ -59,8 +55,12 @@ NOTES = {(call, case): note for note, calls, cases in SAID for call in calls for
 short = lambda error: f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
-def relative_error(found: Named, truth: Named) -> float:
+named = lambda found: found if isinstance(found, dict) else {"": found}
+
+
+def relative_error(found: Named | Tensor, truth: Named | Tensor) -> float:
     """Infinite where shapes differ."""
+    found, truth = named(found), named(truth)
     difference = size = 0.0
     for name, wanted in truth.items():
         value = found.get(name, torch.zeros_like(wanted)).detach()
@@ -106,13 +106,13 @@ def finding(call: Call, found: Named, truth: Named, error: float) -> str:
 def attempt(call: Call, make: Any) -> dict[str, Any]:
     """The outcome of a call on a case: "right", "raises", "warned", "wrong" or "no case"."""
     try:
-        truth = call.truth(make())
+        truth = named(call.truth(make()))
     except NoCase as reason:
         return {"outcome": "no case", "why": str(reason)}
     case = make()
     with heard() as messages:
         try:
-            found = call.theirs(case)
+            found = named(call.theirs(case))
         except NoCase as reason:
             return {"outcome": "no case", "why": str(reason)}
         except Exception as error:
@@ -250,10 +250,7 @@ def stored(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these peers alone")
-    parser.add_argument("--json", type=Path, help="store every outcome in this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, only=list(PEERS), json=Path)
     versions = {peer: version for peer, version in installed().items() if peer in options.only}
     rows = run([call for call in CALLS if call.peer in versions])
     print(f"{summary(rows, versions)}\n\n{details(rows, versions)}")

@@ -1,7 +1,7 @@
 """What a step costs: launches, memory passes and waits of the host; or the price of whole steps in SGD's.
 
     python tests/benchmarks/step_overhead.py [--only tanh gpt6] [--steps 100]
-    python tests/benchmarks/step_overhead.py --families [softmax siren ...] [--optimizer ekfac] [--steps 300]
+    python tests/benchmarks/step_overhead.py --families [--only softmax siren] [--steps 300]
 
 Launches are operators that start a kernel on a GPU, where a call for a list of tensors is one. Passes are the bytes
 that these read and write, as a multiple of the bytes of the parameters. Waits of the host, of forward and backward pass
@@ -15,28 +15,24 @@ of one thread.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _contest import Run
 from _generality_families import FAMILIES
-from _networks import LSTM, normalised
-from _problems import GPT, deep, token_loss
+from _networks import GPT, LSTM, normalised
+from _problems import deep, token_loss
 from _race_rivals import ENTRIES
-from _report import printed
+from _report import options_of, printed
 from torch import Tensor, nn
 
 from optimizers import KFAC, NaturalGradient
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for support
 Loss = Callable[[Tensor, Tensor], Tensor]
 KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
 SHOWN = "ordinary", "renewing"
@@ -51,8 +47,8 @@ def characters() -> tuple[Tensor, Tensor]:
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor], Loss]]] = {
     "tanh": lambda: (deep(32, 12), (torch.randn(32, 64), torch.randint(10, (32,))), F.cross_entropy),
     "cnn": lambda: (normalised(8, 16, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
-    "gpt2": lambda: (GPT(50, 32, 32, 2, 4), characters(), token_loss),
-    "gpt6": lambda: (GPT(50, 32, 32, 6, 4), characters(), token_loss),
+    "gpt2": lambda: (GPT(50, 32, 32, 2, tied=True), characters(), token_loss),
+    "gpt6": lambda: (GPT(50, 32, 32, 6, tied=True), characters(), token_loss),
     "lstm": lambda: (LSTM(50, 48, 50), characters(), token_loss),
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -141,11 +137,11 @@ def waits(make: Callable[..., Any], options: dict[str, Any], loop: str, simdev: 
     return statistics.fmean(counts if "40" in loop else counts[6:])
 
 
-def prices(name: str, optimizer: str, steps: int) -> list[str]:
+def prices(name: str, steps: int) -> list[str]:
     """CPU time of whole steps, forward and backward pass included, in SGD's median step; the two take turns."""
     family = FAMILIES[name]()
     plain, ours = (
-        Run(family, ENTRIES[entry], setting, seed=0) for entry, setting in (("sgd", {"lr": 1e-3}), (optimizer, {}))
+        Run(family, ENTRIES[entry], setting, seed=0) for entry, setting in (("sgd", {"lr": 1e-3}), ("kfac", {}))
     )
     kinds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(steps):
@@ -162,25 +158,19 @@ def prices(name: str, optimizer: str, steps: int) -> list[str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--families", nargs="*", choices=FAMILIES, help="prices on these families instead")
-    parser.add_argument("--optimizer", choices=["kfac", "ekfac"], default="kfac", help="for --families")
-    options = parser.parse_args(args)
-    torch.set_num_threads(1)
-    if options.families is not None:
-        names = options.families or FAMILIES
+    options = options_of(__doc__, args, only=list(CASES | FAMILIES), steps=100, families=False)
+    if options.families:
         head = ["family", "SGD, ms", "mean", *KINDS, *PARTS]
-        return printed(head, "lr", (prices(name, options.optimizer, options.steps) for name in names))
+        return printed(head, "lr", (prices(name, options.steps) for name in FAMILIES if name in options.only))
     simdev = simulated_device()
     head = ["model", "optimizer", *(f"{kind}: {what}" for kind in SHOWN for what in ("launches", "passes", "waits"))]
-    pairs = itertools.product(options.only, OPTIMIZERS)
+    pairs = itertools.product([name for name in CASES if name in options.only], OPTIMIZERS)
     printed([*head, "waits of a mean step"], "llr", (overhead(*pair, options.steps, simdev) for pair in pairs))
     if simdev:
         print()
         rows = ([title, loop, f"{waits(make, own, loop, simdev):.1f}"] for title, make, own, loop in LOOPS)
         printed(["optimizer", "loop", "waits of a mean step"], "llr", rows)
+    return None
 
 
 if __name__ == "__main__":

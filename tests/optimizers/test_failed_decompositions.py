@@ -1,8 +1,7 @@
-"""Decompositions that fail, or return what is no number: tried again, kept, or replaced by the diagonal; counted."""
+"""Optimizers whose decompositions fail: inverses are kept, or replaced by the diagonal; counted."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -17,142 +16,20 @@ import curvature
 from curvature.kronecker.inverses import eigenbases
 from curvature.kronecker.sides import DenseSide
 from curvature.linalg import recovery_counts
-from curvature.linalg.decompositions import careful_spd_inverse, full_precision, symmetric_eigh, try_spd_inverse
+from curvature.linalg.decompositions import full_precision
 from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
 from support.combinations import in_pairs
+from support.faults import FAULTS, TRUE, Fault, raising, silent
 from support.running_blocks import columns_of, rows_of
 from support.training import assert_same, closure_of, copied, curvature_of, task, train
-
-Fault = Callable[[Any], Any]
-TRUE = {name: getattr(torch.linalg, name) for name in ("eigh", "cholesky_ex")}
-
-
-def raising(found: Any) -> Any:
-    raise torch.linalg.LinAlgError("injected")
-
-
-def crashing(found: Any) -> Any:
-    raise RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, injected")
-
-
-# what torch says of other libraries than LAPACK
-MESSAGES = {
-    "cublas": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgetrfBatched(...)`",
-    "magma": "MAGMA error: internal error, error code: -112",
-    "rocsolver": "hipsolver error: HIPSOLVER_STATUS_INTERNAL_ERROR, when calling `hipsolverDnSsyevd(...)`",
-    "missing": "The operator 'aten::_linalg_eigh.eigenvalues' is not currently implemented for the MPS device",
-}
-
-
-def silent(found: Any) -> Any:
-    """What is no number, and no error."""
-    return tuple(x * math.nan if x.is_floating_point() else x for x in found)
-
-
-def spd_inverse(matrix: Tensor) -> Tensor:
-    found, ok = try_spd_inverse(matrix)
-    return found if bool(ok) else careful_spd_inverse(matrix)
-
-
-FAULTS: list[Fault] = [raising, crashing, silent]
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes `torch.linalg.eigh` and `cholesky_ex` fail: so many calls, or those on matrices that `on` picks."""
-
-    def install(fault: Fault, calls: float = math.inf, on: Callable[[Tensor], bool] = lambda matrix: True) -> None:
-        left = itertools.count()
-
-        def wrapped(name: str) -> Callable[..., Any]:
-            def run(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-                found = TRUE[name](matrix, *args, **kwargs)
-                return fault(found) if on(matrix) and next(left) < calls else found
-
-            return run
-
-        for name in TRUE:
-            monkeypatch.setattr(torch.linalg, name, wrapped(name))
-
-    yield install
 
 
 def spd(*shape: int, seed: int = 0) -> Tensor:
     rows = torch.randn(*shape[:-1], 2 * shape[-1], generator=torch.Generator().manual_seed(seed))
     return rows @ rows.mT / rows.shape[-1]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("calls", [1, 2, 3, 5])
-def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty):
-    matrix = spd(6, 6)
-    expected = torch.linalg.eigh(matrix.double())[0].float()
-    faulty(fault, calls)
-    with recovery_counts() as counts:
-        values, vectors = symmetric_eigh(matrix)
-    is_double = calls in (2, 3)  # no jitter, nor single precision
-    torch.testing.assert_close(values, expected, rtol=1e-7 if is_double else 1e-3, atol=0 if is_double else 1e-5)
-    torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
-    assert counts["retried"] == (calls > 1)  # alone, the matrix as it is may do
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty):
-    batch = spd(3, 5, 5)
-    expected = symmetric_eigh(batch)
-    is_bad = lambda matrix: bool((matrix.reshape(-1, 5, 5)[:, 0, 0] == batch[1, 0, 0].to(matrix)).any())
-    faulty(fault, on=lambda matrix: matrix.dtype == torch.float32 and is_bad(matrix))
-    with recovery_counts() as counts:
-        values, vectors = symmetric_eigh(batch)
-    assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
-    torch.testing.assert_close(values[1], expected[0][1])
-    assert counts == {"retried": 1}
-
-
-@pytest.mark.parametrize("library", MESSAGES)
-def test_errors_of_every_library_are_tried_again(library: str, faulty):
-    matrix = spd(6, 6)
-    kind = NotImplementedError if library == "missing" else RuntimeError
-
-    def fails(found: Any) -> Any:
-        raise kind(MESSAGES[library])
-
-    faulty(fails, 2)
-    torch.testing.assert_close(symmetric_eigh(matrix)[0], TRUE["eigh"](matrix)[0])
-    faulty(fails, 1)
-    torch.testing.assert_close(spd_inverse(matrix[None])[0], torch.linalg.inv(matrix), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered", "injected"])
-def test_other_errors_pass(message: str, faulty):
-    def fails(found: Any) -> Any:
-        raise RuntimeError(message)
-
-    faulty(fails)
-    with pytest.raises(RuntimeError, match=message):
-        symmetric_eigh(spd(4, 4))
-
-
-def test_nothing_helps(faulty):
-    faulty(raising)
-    with pytest.raises(torch.linalg.LinAlgError, match="float64.*CPU.*jitter"):
-        symmetric_eigh(spd(4, 4))
-    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
-        symmetric_eigh(torch.full((4, 4), math.nan))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("calls", [1, 2, 4])
-def test_inverses_by_the_ladder(fault: Fault, calls: int, faulty):
-    matrix = spd(2, 5, 5)
-    expected = torch.linalg.inv(matrix.double()).float()
-    faulty(fault, calls)
-    with recovery_counts() as counts:
-        torch.testing.assert_close(spd_inverse(matrix), expected, rtol=1e-3, atol=1e-3)
-    assert counts["retried"]
 
 
 DEGENERATE = {
@@ -310,7 +187,7 @@ def reduced() -> Iterator[None]:
 def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options: dict[str, Any], monkeypatch, reduced):
     """And no decomposition; what was set before is set after, also when something fails."""
     seen: dict[str, list[list[str]]] = {}
-    for name in TRUE:
+    for name in ("eigh", "cholesky_ex"):
         spy = lambda matrix, name=name: (seen.setdefault(name, []).append(precision()), TRUE[name](matrix))[1]
         monkeypatch.setattr(torch.linalg, name, spy)
     true = KroneckerBlock.measure
@@ -356,7 +233,7 @@ def test_no_solution_is_in_reduced_precision(matrix: str, reduced: None):
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: dict[str, Any], monkeypatch):
     shapes: list[tuple[int, ...]] = []
-    for name in TRUE:
+    for name in ("eigh", "cholesky_ex"):
         spy = lambda matrix, name=name: (shapes.append(tuple(matrix.shape)), TRUE[name](matrix))[1]
         monkeypatch.setattr(torch.linalg, name, spy)
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))

@@ -96,7 +96,7 @@ def test_text_without_blocks_gives_an_empty_script() -> None:
 
 def test_a_benchmark_starts_beside_folders_of_the_packages_names():
     """`tests` is on its path, where folders of the same names hide the installed packages."""
-    script = ROOT / "tests" / "benchmarks" / "faults.py"
+    script = ROOT / "tests" / "benchmarks" / "gpu.py"
     subprocess.run([sys.executable, str(script), "--help"], check=True, capture_output=True)
 
 

@@ -137,7 +137,6 @@ def test_scores_follow_from_the_curves(scores: ModuleType) -> None:
     assert found.speed == pytest.approx(2.0, rel=0.02)  # interpolation between evaluations
     assert found.steps == pytest.approx(0.25, rel=0.02)
     assert found.loss == pytest.approx(0.5, rel=0.02)
-    assert found.half == pytest.approx(0.5, rel=0.02)
     slow = scores.score(record(scores, "kfac", curve(scores, 1.0, cost=0.02, scale=0.25), pace=2.0), rivals, budget)
     assert slow.speed == pytest.approx(4.0, rel=0.02)  # the machine was half as fast
     assert slow.steps == pytest.approx(0.25, rel=0.02)
@@ -184,7 +183,7 @@ def test_each_momentum_has_its_own_grid(generality: ModuleType, monkeypatch: pyt
     made = lambda *given: lambda setting, best: generality.Trial(setting, "stopped", 1, 1.0, abs(setting["lr"] - 1e-3))
     monkeypatch.setattr(generality, "trial_of", made)
     family = dataclasses.replace(generality.FAMILIES["softmax"](), momenta=(0.9, 0.5))
-    trials = [trial.setting for trial in generality.tuned(family, generality.ENTRIES["adamw"], 1.0)]
+    trials = [trial.setting for trial in generality.grid(family, generality.ENTRIES["adamw"], 1.0)]
     assert [setting["momentum"] for setting in trials] == [0.9] * 4 + [0.5] * 4
     assert sorted(setting["lr"] for setting in trials[:4]) == [3e-4, 1e-3, 3e-3, 1e-2]
 
@@ -199,22 +198,21 @@ def test_the_momentum_of_a_setting_is_used(generality: ModuleType, name: str) ->
 
 
 def test_tuned_raced_and_reported(generality: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: str(tmp_path / f"generality.{name}") for name in ("tuned", "json", "md", "png", "rivals")}
-    common = ["--families", "softmax", "--tuned", files["tuned"], "--scale", "0.02"]
-    with pytest.raises(SystemExit, match="--tune --families softmax --optimizers adamw"):
-        generality.main([*common, "--optimizers", "adamw", "kfac"])
-    generality.main([*common, "--optimizers", "adamw", "sgd", "--tune"])
-    generality.main([*common, "--optimizers", "adamw", "sgd", "--seeds", "2", "--json", files["rivals"]])
-    out = ["--json", files["json"], "--table", files["md"], "--figure", files["png"]]
-    ours = [*common, "--optimizers", "kfac", "--rivals", files["rivals"]]
+    files = {name: str(tmp_path / f"generality.{name}") for name in ("tuned", "json", "png", "rivals")}
+    common = ["--problem", "softmax", "--tuned", files["tuned"], "--scale", "0.02"]
+    with pytest.raises(SystemExit, match="--tune --problem softmax --only adamw"):
+        generality.main([*common, "--only", "adamw", "kfac"])
+    generality.main([*common, "--only", "adamw", "sgd", "--tune"])
+    generality.main([*common, "--only", "adamw", "sgd", "--seeds", "2", "--json", files["rivals"]])
+    out = ["--json", files["json"], "--figure", files["png"]]
+    ours = [*common, "--only", "kfac", "--rivals", files["rivals"]]
     with pytest.raises(SystemExit, match="no runs of rivals on softmax with seed 2"):
         generality.main([*ours, "--seeds", "3"])
-    generality.main([*ours, "--seeds", "2", "--curves", *out])
-    text = Path(files["md"]).read_text()
+    capsys.readouterr()
+    generality.main([*ours, "--seeds", "2", *out])
+    text = capsys.readouterr().out
     assert "### KFAC" in text and "| softmax regression 196-10" in text and "Ahead in CPU seconds on " in text
     assert "| softmax | cross-entropy, nats | " in text
-    assert "softmax kfac seed 1: steps, seconds" in capsys.readouterr().out
     assert Path(files["png"]).read_bytes().startswith(b"\x89PNG")
-    Path(files["md"]).unlink()
-    generality.main(["--report", *out])
-    assert Path(files["md"]).read_text() == text
+    stored = generality.load(Path(files["json"]))["softmax"]
+    assert generality.family_table({"softmax": generality.FamilyResult.read(stored)}) in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -20,40 +19,47 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("pytorch_optimizer", reason="a peer of the bench extra is missing: make test installs it")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module, networks = (importlib.import_module(name) for name in ("gpu", "gpu"))
-    steps = {
-        "resnet": networks.images("ResNet-18", networks.resnet18, 32, 4, 100, width=2),
-        "vit": networks.images("ViT", networks.ViT, 32, 4, 100, d=8, layers=1, heads=2, patch=16),
-        "gpt": networks.gpt("GPT-2", 20, 6, 4, d=8, layers=1, heads=2),
+    module = importlib.import_module("gpu")
+    small = {
+        "resnet": lambda: module.images("ResNet-18", module.resnet18, 32, 4, 100, width=2),
+        "vit": lambda: module.images("ViT", module.ViT, 32, 4, 100, d=8, layers=1, heads=2, patch=16),
+        "gpt": lambda: module.gpt("GPT-2", 20, 6, 4, d=8, layers=1, heads=2),
+        "resnet18": lambda: module.images("ResNet-18", module.resnet18, 32, 32, 3, width=2),
     }
-    curvature = {"resnet18": networks.images("ResNet-18", networks.resnet18, 32, 2, 3, width=2)}
-    monkeypatch.setattr(module, "SMALL", {"steps": steps, "curvature": curvature})
+    monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "WARM", 2)
     return module
 
 
-def test_it_runs(gpu: ModuleType, tmp_path: Path, device: str) -> None:
-    name, precision = "gpt", "bf16"
-    files = {kind: tmp_path / f"gpu.{kind}" for kind in ("json", "md")}
-    chosen = ["--small", "--device", device, "--only", name, "--precisions", precision, "--threads", "1"]
-    gpu.main([*chosen, "--rounds", "10", "--json", str(files["json"]), "--out", str(files["md"])])
-    saved = json.loads(files["json"].read_text())
-    results = {result["optimizer"]: result for result in saved["results"]}
-    assert list(results) == ["SGD", "AdamW", "Muon", "SOAP", "KFAC", "EKFAC"]
-    for title, result in results.items():
-        assert len(result["seconds"]) == 10 and min(result["seconds"] + result["ordinary"]) > 0, title
-        assert len(result["renewing"]) == ("KFAC" in title), title
-        assert len(result["ordinary"]) == 3 and result["precision"] == precision and result["peak"] > 0
-    assert results["SGD"]["waits"] == 0
-    assert results["AdamW"]["peak"] > results["SGD"]["peak"]  # two buffers, not one
-    text = files["md"].read_text()
-    assert f"torch {torch.__version__}" in text and "| KFAC | " in text and saved["machine"] in text
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each row but the head, by the first."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in rows[2:]}
+
+
+def test_it_runs(gpu: ModuleType, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main([
+        "--small", "--device", device, "--only", "gpt", "--precisions", "bf16", "--threads", "1", "--rounds", "10",
+    ])  # fmt: skip
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text and "**GPT-2 1 x 8, 20 words, 4 x 6 tokens, bf16**" in text
+    found = table(text)
+    assert list(found) == ["SGD", "AdamW", "Muon", "SOAP", "KFAC", "EKFAC"]
+    for name, (median, ratio, mean, _, renewing, ordinary, share, *_) in found.items():
+        assert min(float(cell) for cell in (median, ratio, mean, ordinary)) > 0
+        assert (renewing != "-") == (share != "-") == ("KFAC" in name)
+    assert found["SGD"][-1] == "0"  # waits
+
+
+def test_the_peak_is_that_of_the_optimizers_buffers_too(gpu: ModuleType, device: str) -> None:
+    """AdamW has two of them, SGD one."""
+    peaks = [gpu.peak_of(name, gpu.SMALL["gpt"], device) for name in ("SGD", "AdamW")]
+    assert peaks[1] > peaks[0] > 0
 
 
 def test_networks(gpu: ModuleType) -> None:
     """The sizes of the papers, in millions of parameters, positions of the GPTs aside."""
-    with torch.device("meta"):
-        made = {name: network.make() for of in gpu.FULL.values() for name, network in of.items()}
+    made = {name: gpu.on(network, "meta").model for name, network in gpu.FULL.items()}
     counts = {name: sum(p.numel() for p in model.parameters()) / 1e6 for name, model in made.items()}
     papers = {"resnet": 11.2, "vit": 21.4, "gpt": 123.8, "nanogpt": 124.4, "resnet50": 25.6, "resnet18": 11.2}
     assert counts == pytest.approx(papers, abs=0.1)
@@ -61,9 +67,10 @@ def test_networks(gpu: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "vit", "gpt"])
 def test_kfac_knows_the_layers(gpu: ModuleType, name: str) -> None:
-    model, x, y = gpu.SMALL["steps"][name].on("cpu")
+    work = gpu.on(gpu.SMALL[name], "cpu")
+    model = work.model
     opt = KFAC(model)
-    gpu.LOSS(model(x), y).backward()
+    gpu.LOSS(model(work.x), work.y).backward()
     opt.step()
     blocks = {k: b.structure for b in opt.store.blocks for k in b.names}
     matrices = {k for k, p in model.named_parameters() if p.ndim in (2, 4) and k.endswith("weight")}
@@ -78,7 +85,7 @@ def test_waits_are_counted(gpu: ModuleType, device: str) -> None:
 
 
 def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
-    network = gpu.SMALL["steps"]["gpt"]
+    network = gpu.SMALL["gpt"]
     run = gpu.Run("SGD", network, "cpu")
     run.check()
     next(run.model.parameters()).data.fill_(torch.nan)
@@ -97,16 +104,9 @@ def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
     ours.check()
 
 
-def test_mean_steps_of_gpt2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.mean_step(ordinary=2.0, whole=12.0, interval=10) == 3.0
-    sizes = ["--batch", "2", "--length", "8", "--rounds", "1", "--threads", "1"]
-    gpu.main(["gpt2", "--small", "--device", "cpu", *sizes])
-    assert "every 32 steps: " in capsys.readouterr().out
-
-
-def test_curvature(gpu: ModuleType, tmp_path: Path, device: str) -> None:
-    file = tmp_path / "curvature.json"
-    gpu.main(["curvature", "--small", "--device", device, "--threads", "1", "--rounds", "2", "--json", str(file)])
-    results = {result["quantity"]: result for result in json.loads(file.read_text())["results"]}
-    assert list(results) == ["gradient", *gpu.PUBLISHED["nanogpt"]]
-    assert all(len(result["seconds"]) == 2 and result["peak"] > 0 for result in results.values())
+def test_curvature(gpu: ModuleType, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["curvature", "--small", "--only", "resnet18", "--device", device, "--threads", "1", "--rounds", "2"])
+    found = table(capsys.readouterr().out)
+    assert list(found) == ["gradient", *gpu.PUBLISHED["nanogpt"]]
+    assert all(min(map(float, cells[:2])) > 0 for cells in found.values())
+    assert found["gradient"][1] == "1.00" and float(found["H v"][2]) > float(found["gradient"][2]) > 0

@@ -157,33 +157,37 @@ def test_points_of_a_grid_are_abandoned(race: ModuleType) -> None:
     assert ranked[1].loss == 1.0
 
 
-def test_a_race_is_run_and_reported(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_is_run_and_reported(
+    race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     problem = race.PROBLEMS["tanh"](**TINY["tanh"])
     easy = replace(problem, target=2.0, budget=0.5)
     monkeypatch.setitem(race.PROBLEMS, "tanh", lambda device: easy)
-    files = {name: tmp_path / f"race.{name}" for name in ("json", "md", "png", "tuned")}
+    files = {name: tmp_path / f"race.{name}" for name in ("json", "png", "tuned")}
     common = ["--problem", "tanh", "--tuned", str(files["tuned"])]
-    out = ["--json", str(files["json"]), "--table", str(files["md"]), "--figure", str(files["png"])]
     with pytest.raises(SystemExit, match="--tune --problem tanh --only adamw"):
         race.main([*common, "--only", "adamw"])
     race.main([*common, "--only", "adamw", "sgd", "--tune", "--scale", "0.2"])
-    tuned = race.load(files["tuned"])["tanh"]
+    report = importlib.import_module("_report")
+    tuned = report.load(files["tuned"])["tanh"]
     tuned["sgd"]["chosen"] = {"lr": 1e-9}  # one that does not come to the target
-    importlib.import_module("_report").save(files["tuned"], {"tanh": tuned})
+    report.save(files["tuned"], {"tanh": tuned})
+    capsys.readouterr()
+    out = ["--json", str(files["json"]), "--figure", str(files["png"])]
     race.main([*common, *out, "--only", "adamw", "sgd", "kfac", "--seeds", "2"])
-    text = files["md"].read_text()
+    text = capsys.readouterr().out
     rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
     assert rows["AdamW"][3] == "1.00"
     assert float(rows["KFAC"][3]) > 0
     assert rows["SGD, Nesterov 0.9"][2].startswith("- (2.3")
-    assert "### Grids" in text and "**lr" in text
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    files["md"].unlink()
-    race.main(["--report", *common, *out])
-    assert files["md"].read_text() == text
+    stored = race.RaceResult.read(report.load(files["json"])["tanh"])
+    assert race.race_table(stored) in text
 
 
-def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_sizes(
+    race: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     """One row for each size; what does not come to the target says so."""
 
     def sized(device: str, batch: int = 64) -> Any:
@@ -191,9 +195,7 @@ def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
         return replace(problem, target=2.0 if batch == 128 else -1.0, budget=0.5)
 
     monkeypatch.setitem(race.PROBLEMS, "tanh", sized)
-    out = tmp_path / "batches.md"
-    sizes = ["--batches", "64", "128", "--problem", "tanh", "--only", "kfac", "adaptive"]
-    race.main([*sizes, "--seeds", "1", "--table", str(out)])
-    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| tanh")]
+    race.main(["--batches", "64", "128", "--problem", "tanh", "--only", "kfac", "adaptive", "--seeds", "1"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| tanh")]
     assert [row[1] for row in rows] == ["64", "128"]
     assert rows[0][2:4] == ["-", "not in 0"] and float(rows[1][2]) > 0 and float(rows[1][3]) > 0

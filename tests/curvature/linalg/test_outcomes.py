@@ -1,6 +1,5 @@
 """Decompositions by the ladder, flags and numbers that come to the host together, and failures that are counted."""
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from curvature.linalg.decompositions import (
     try_spd_inverse,
 )
 from support.architecture import ROOT
-from support.cases.case import seeded
+from support.faults import FAULTS, TRUE, Fault, raising
 from support.host_waits import Waits
 
 pytestmark = pytest.mark.fast
@@ -30,10 +29,9 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 BAD = {"indefinite": -torch.eye(3)[None], "nan": torch.full((1, 3, 3), torch.nan), "zero": torch.zeros(1, 3, 3)}
 
 
-def spd(size: int = 5) -> Tensor:
-    with seeded(0):
-        rows = torch.randn(2, size, 9)
-    return rows @ rows.mT
+def spd(size: int = 5, count: int = 2) -> Tensor:
+    rows = torch.randn(count, size, 2 * size, generator=torch.Generator().manual_seed(0))
+    return rows @ rows.mT / (2 * size)
 
 
 def test_flags_are_looked_at_together(device: str) -> None:
@@ -76,11 +74,8 @@ def test_an_attempt_that_fails_says_so(attempt: Callable[[Tensor], tuple[Tensor,
 def test_a_library_that_raises_has_failed(
     attempt: Callable[[Tensor], tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(matrix: Tensor) -> Any:
-        raise torch.linalg.LinAlgError("injected")
-
     for name in ("cholesky_ex", "qr"):
-        monkeypatch.setattr(torch.linalg, name, failing)
+        monkeypatch.setattr(torch.linalg, name, raising)
     found, ok = attempt(spd())
     assert not bool(ok) and found.shape == spd().shape
 
@@ -93,54 +88,121 @@ def test_several_are_what_each_is_alone() -> None:
 
 
 def test_events_count_in_the_innermost_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(matrix: Tensor) -> Any:
-        raise torch.linalg.LinAlgError("injected")
-
     count_recovery("kept")  # nobody counts
     with recovery_counts() as counts:
         count_recovery("kept")
-        monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", raising)
         careful_spd_inverse(spd())
         with recovery_counts() as inner:
             count_recovery("diagonal")
     assert counts == {"kept": 1, "retried": 1} and inner == {"diagonal": 1}
 
 
-def raising(found: Any) -> Any:
-    raise torch.linalg.LinAlgError("injected")
-
-
-def crashing(found: Any) -> Any:
-    raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgeqrfBatched(...)`")
-
-
-def silent(found: Any) -> Any:
-    """What is no number, and no error."""
-    return found * math.nan if isinstance(found, torch.Tensor) else tuple(x * math.nan for x in found)
-
-
-FAULTS: list[Callable[[Any], Any]] = [raising, crashing, silent]
-
-
-def matrix() -> torch.Tensor:
-    rows = torch.randn(7, 14, generator=torch.Generator().manual_seed(0))
-    return rows @ rows.T
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("calls", [1, 2])
-def test_qr_by_the_ladder(fault: Callable[[Any], Any], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, true = itertools.count(), torch.linalg.qr
-    expected = true(matrix()[:, :4])
-    monkeypatch.setattr(torch.linalg, "qr", lambda m: fault(true(m)) if next(left) < calls else true(m))
+def test_qr_by_the_ladder(fault: Fault, calls: int, faulty: Callable[..., None]) -> None:
+    matrix = spd(7)[0, :, :4]
+    expected = torch.linalg.qr(matrix)
+    faulty(fault, calls, names=["qr"])
     with recovery_counts() as counts:
-        found = qr(matrix()[:, :4])
+        found = qr(matrix)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     assert counts == {"retried": 1}
-    monkeypatch.setattr(torch.linalg, "qr", lambda m: fault(true(m)))
+    faulty(fault, names=["qr"])
     with pytest.raises(torch.linalg.LinAlgError, match="QR of a .7, 4. matrix failed"):
-        qr(matrix()[:, :4])
+        qr(matrix)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_eigenvalues_alone(fault: Fault, faulty: Callable[..., None]) -> None:
+    expected = torch.linalg.eigvalsh(spd())
+    faulty(fault, names=["eigvalsh"])
+    torch.testing.assert_close(eigenvalues_of(spd()), expected, rtol=1e-4, atol=1e-4)
+
+
+# what torch says of other libraries than LAPACK
+MESSAGES = {
+    "cublas": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgetrfBatched(...)`",
+    "magma": "MAGMA error: internal error, error code: -112",
+    "rocsolver": "hipsolver error: HIPSOLVER_STATUS_INTERNAL_ERROR, when calling `hipsolverDnSsyevd(...)`",
+    "missing": "The operator 'aten::_linalg_eigh.eigenvalues' is not currently implemented for the MPS device",
+}
+
+
+def spd_inverse(matrix: Tensor) -> Tensor:
+    found, ok = try_spd_inverse(matrix)
+    return found if bool(ok) else careful_spd_inverse(matrix)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty: Callable[..., None]) -> None:
+    matrix = spd(6)[0]
+    expected = torch.linalg.eigh(matrix.double())[0].float()
+    faulty(fault, calls)
+    with recovery_counts() as counts:
+        values, vectors = symmetric_eigh(matrix)
+    is_double = calls in (2, 3)  # no jitter, nor single precision
+    torch.testing.assert_close(values, expected, rtol=1e-7 if is_double else 1e-3, atol=0 if is_double else 1e-5)
+    torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
+    assert counts["retried"] == (calls > 1)  # alone, the matrix as it is may do
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty: Callable[..., None]) -> None:
+    batch = spd(5, 3)
+    expected = symmetric_eigh(batch)
+    is_bad = lambda matrix: bool((matrix.reshape(-1, 5, 5)[:, 0, 0] == batch[1, 0, 0].to(matrix)).any())
+    faulty(fault, on=lambda matrix: matrix.dtype == torch.float32 and is_bad(matrix))
+    with recovery_counts() as counts:
+        values, vectors = symmetric_eigh(batch)
+    assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
+    torch.testing.assert_close(values[1], expected[0][1])
+    assert counts == {"retried": 1}
+
+
+@pytest.mark.parametrize("library", MESSAGES)
+def test_errors_of_every_library_are_tried_again(library: str, faulty: Callable[..., None]) -> None:
+    matrix = spd(6)[0]
+    kind = NotImplementedError if library == "missing" else RuntimeError
+
+    def fails(found: Any) -> Any:
+        raise kind(MESSAGES[library])
+
+    faulty(fails, 2)
+    torch.testing.assert_close(symmetric_eigh(matrix)[0], TRUE["eigh"](matrix)[0])
+    faulty(fails, 1)
+    torch.testing.assert_close(spd_inverse(matrix[None])[0], torch.linalg.inv(matrix), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered", "injected"])
+def test_other_errors_pass(message: str, faulty: Callable[..., None]) -> None:
+    def fails(found: Any) -> Any:
+        raise RuntimeError(message)
+
+    faulty(fails)
+    with pytest.raises(RuntimeError, match=message):
+        symmetric_eigh(spd(4)[0])
+
+
+def test_nothing_helps(faulty: Callable[..., None]) -> None:
+    faulty(raising)
+    with pytest.raises(torch.linalg.LinAlgError, match="float64.*CPU.*jitter"):
+        symmetric_eigh(spd(4)[0])
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        symmetric_eigh(torch.full((4, 4), math.nan))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_inverses_by_the_ladder(fault: Fault, calls: int, faulty: Callable[..., None]) -> None:
+    matrix = spd()
+    expected = torch.linalg.inv(matrix.double()).float()
+    faulty(fault, calls)
+    with recovery_counts() as counts:
+        torch.testing.assert_close(spd_inverse(matrix), expected, rtol=1e-3, atol=1e-3)
+    assert counts["retried"]
 
 
 def test_no_decomposition_goes_around_the_ladder() -> None:
@@ -178,13 +240,6 @@ def test_eigenvectors_of_an_accelerator_that_are_not_orthogonal(
     torch.testing.assert_close(restored, matrices, rtol=1e-4, atol=1e-4)
     products = (vectors.mT @ vectors).cpu()
     torch.testing.assert_close(products, torch.eye(size).expand(3, size, size), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_eigenvalues_alone(fault: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    true = torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda m: fault(true(m)))
-    torch.testing.assert_close(eigenvalues_of(matrix()), true(matrix()), rtol=1e-4, atol=1e-4)
 
 
 def test_an_infinite_entry_has_no_inverse() -> None:
