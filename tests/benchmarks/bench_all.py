@@ -166,6 +166,8 @@ def is_current(name: str) -> bool:
 
 def main(args: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, args, only=[str])
+    if unknown := [name for name in options.only if name not in COMMANDS]:
+        raise SystemExit(f"--only {unknown[0]}: expected some of {', '.join(COMMANDS)}")
     runs_here = lambda name: torch.cuda.is_available() or not name.startswith("gpu_")
     names = options.only or [name for name in COMMANDS if runs_here(name) and not is_current(name)]
     RESULTS.mkdir(exist_ok=True)
