@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -111,18 +112,11 @@ def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
     return Unknown("its graph is not at hand")
 
 
-def find_edges(sources: Sequence[Source | None]) -> list[GradientEdge | None]:
-    """Where tensors are in the graph of the running backward pass, which has arrived at the first of them."""
-    wanted = {source.sequence_number for source in sources if source is not None}
-    for roots in _running_backward_passes():
-        found: list[GradientEdge | None] = [None] * len(sources)
-        for node in graph_nodes(*roots):
-            for k, source in enumerate(sources) if node._sequence_nr() in wanted else ():
-                if source is not None and source.is_at((node, source.output_number)):
-                    found[k] = GradientEdge(node, source.output_number)
-        if found[0] is not None:
-            return found
-    return [None] * len(sources)
+def edges_here(sources: Sequence[Any]) -> list[GradientEdge | None]:
+    """Where these are in the graph below the node that the running backward pass is at: each a `Source`, or None."""
+    nodes = {(type(n).__name__, n._sequence_nr()): n for n in graph_nodes(torch._C._current_autograd_node())}
+    found: list[Any] = [source and nodes.get((source.name, source.sequence_number)) for source in sources]
+    return [node and GradientEdge(node, source.output_number) for node, source in zip(found, sources, strict=True)]
 
 
 def _running_backward_passes() -> Iterator[list[Any]]:
