@@ -6,7 +6,6 @@ Statistics are all-reduced at renewals, and inverses broadcast to the processes 
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block, CurvatureStore
-from optimizers.distributed.processes import Distributed, Processes
+from optimizers.distributed.processes import Distributed, Processes, in_flat_buffers
 
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
@@ -85,13 +84,6 @@ class TensorForm:
     def of(x: Tensor) -> TensorForm:
         order = x.dim_order()
         return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
-
-    def flat(self, x: Tensor) -> Tensor:
-        return x.permute(self.order).reshape(-1)
-
-    def filled(self, flat: Tensor) -> Tensor:
-        """The tensor with these entries, in its old memory order: another order could make products copy it."""
-        return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
 
 
 class Workers:
@@ -167,19 +159,16 @@ class Workers:
     def _broadcast(
         self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
     ) -> list[Tensor]:
-        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
-        found: list[Any] = [None] * len(slots)
-        for dtype in dict.fromkeys(slot.dtype for slot in slots):
-            alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
-            sizes = [math.prod(slots[k].shape) for k in alike]
-            if own is None:
-                flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
-            else:
-                flat = torch.cat([slots[k].flat(own[k]) for k in alike])
-            dist.broadcast(flat, self.processes.ranks[source], group=group)
-            for k, x in zip(alike, flat.split(sizes), strict=True):
-                found[k] = slots[k].filled(x)
-        return found
+        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms.
+
+        They have their old memory order: another one could make products copy them.
+        """
+        if own is None:
+            sent = [torch.empty(slot.shape, dtype=slot.dtype, device=self.processes.device) for slot in slots]
+        else:
+            sent = [x.permute(slot.order) for slot, x in zip(slots, own, strict=True)]
+        found = in_flat_buffers(sent, lambda flat: dist.broadcast(flat, self.processes.ranks[source], group=group))
+        return [x.permute([slot.order.index(k) for k in range(x.ndim)]) for slot, x in zip(slots, found, strict=True)]
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
         """Add to `found` the solutions of the blocks that other processes keep."""

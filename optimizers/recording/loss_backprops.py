@@ -40,11 +40,6 @@ class RecordedPass:
     batch: BatchFacts
     signs: Callable[[], Tensor]  # draws a random one for each sample
 
-    @property
-    def count(self) -> int:
-        """Of samples."""
-        return self.batch.count
-
 
 class LossBackprops:
     """Listens to the training loop's backward pass; `loss` is that which the optimizer was given, or None."""
@@ -152,7 +147,7 @@ class LayerBackprops(LossBackprops):
         if self.is_sending or not _counts(gradient, found.tape):
             return
         self._begin(found)
-        factor = self.factors.of(source, output, gradient, found.count)
+        factor = self.factors.of(source, output, gradient, found.batch.count)
         self.division.note(found if is_only else None, source, output, gradient)
         own = self._arrived(found)
         if isinstance(factor, Tensor) and factor.ndim and is_only and own.measured is None:
@@ -161,7 +156,7 @@ class LayerBackprops(LossBackprops):
         # what goes back from several outputs has one factor for all samples of all
         if isinstance(factor, Tensor) and factor.ndim or own.factor is not None and bool(factor != own.factor):
             warn_once(SEVERAL, logger="optimizers")
-            factor = float(found.count)
+            factor = float(found.batch.count)
         own.factor = factor
         own.squares = own.squares + squares_along(regular(output), regular(gradient)).to(own.squares.device)
 
@@ -170,7 +165,7 @@ class LayerBackprops(LossBackprops):
     ) -> Measured:
         """Of the gradient times a factor of each sample, whose place in backprops is not known."""
         each = factor.to(gradient.device) * found.signs().to(gradient.device)
-        rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))
+        rows = each.repeat_interleave(len(gradient) // found.batch.count).reshape(-1, *[1] * (gradient.ndim - 1))
         vectors = (_widened(gradient) * rows).to(gradient.dtype)
         here, *edges = edges_here(places)
         before = [use.edge for use in found.tape.uses]
@@ -182,8 +177,8 @@ class LayerBackprops(LossBackprops):
         finally:
             for use, edge in zip(found.tape.uses, before, strict=True):
                 use.edge = edge
-        both = (samples_first(regular(x), found.count) for x in (output, vectors))
-        return Measured(measured, OutputScale.in_metric(squares_along(*both), found.count))
+        both = (samples_first(regular(x), found.batch.count) for x in (output, vectors))
+        return Measured(measured, OutputScale.in_metric(squares_along(*both), found.batch.count))
 
     def _arrived(self, found: RecordedPass) -> Arrived:
         if found not in self.arrived:
@@ -227,13 +222,14 @@ class LayerBackprops(LossBackprops):
                 own.measured.scale_vectors_(1 / unit)
                 yield own.measured
                 continue
-            times = partial(_times, (self.factors.usual(found.count) if own.factor is None else own.factor) / unit)
+            each = self.factors.usual(found.batch.count) if own.factor is None else own.factor
+            times = partial(_times, each / unit)
             backprops = [None if b is None else times(b) for b in own.backprops]
             whole: dict[str, Tensor] = {}
             for (_, name), g in own.whole.items():
                 whole[name] = whole[name] + times(g) if name in whole else times(g)
             measured = self.store.measure_backprops(found.tape, backprops, whole, found.batch)
-            yield Measured(measured, OutputScale.in_metric(times(times(own.squares)), found.count))
+            yield Measured(measured, OutputScale.in_metric(times(times(own.squares)), found.batch.count))
 
 
 def _counts(gradient: Tensor | None, tape: Tape) -> bool:
@@ -270,7 +266,7 @@ class LossRows(LossBackprops):
 
     def _forget(self) -> None:
         super()._forget()
-        self.passed: dict[tuple[RecordedPass, int], Tensor] = {}  # what came to outputs from others, as it was sent
+        self.passed: dict[tuple[RecordedPass, int], list[Tensor]] = {}  # what came to outputs from others, as sent
 
     def listen(self, found: RecordedPass) -> None:
         self.kept.append(found)
@@ -285,22 +281,22 @@ class LossRows(LossBackprops):
         if found is None or self.is_sending or not _counts(gradient, found.tape):
             return
         self._begin(found)
-        output = found.outputs[index]
-        factor = self.factors.of(source, output, gradient, found.count)
+        output, count = found.outputs[index], found.batch.count
+        factor = self.factors.of(source, output, gradient, count)
         self.division.note(found if len(found.outputs) == 1 else None, source, output, gradient)
         if not self.arrived:
             is_alone = self.team.current().processes.size == 1
-            self.unit, self.is_sum = self.factors.usual(found.count) if is_alone else SHARED_UNIT, False
-        self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
+            self.unit, self.is_sum = self.factors.usual(count) if is_alone else SHARED_UNIT, False
+        self.is_sum |= count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
-            output = samples_first(regular(output), found.count)
-        rows, each = samples_first(regular(gradient), found.count), factor / self.unit
+            output = samples_first(regular(output), count)
+        rows, each = samples_first(regular(gradient), count), factor / self.unit
         if isinstance(each, Tensor):
             each = each.to(rows.device, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
         vectors = (rows * each).detach()
-        if (came := self.passed.pop((found, index), None)) is not None:
-            vectors -= samples_first(regular(came), found.count)
-        batch = BatchFacts(0 if found in self.arrived else found.count)
+        for came in self.passed.pop((found, index), ()):
+            vectors -= samples_first(regular(came), count)
+        batch = BatchFacts(0 if found in self.arrived else count)
         with self._sending(vectors.device):
             self._note_passed(found, index, output, vectors)
             measured = self.store.measure(found.tape, [output], [vectors[None]], batch)
@@ -314,8 +310,7 @@ class LossRows(LossBackprops):
         sent = torch.autograd.grad(output, list(others.values()), vectors, **options) if others else ()
         for k, g in zip(others, sent, strict=True):
             if g is not None:
-                before = self.passed.get((found, k))
-                self.passed[found, k] = g if before is None else before + g
+                self.passed.setdefault((found, k), []).append(g)
 
     def measured(self, unit: float) -> Iterator[Measured]:
         # only now: times the scale of the loss it may be too much for float16

@@ -22,10 +22,10 @@ Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
 # Names of nodes, without "Backward0". Functions of entries, as long as nothing is broadcast:
 ENTRYWISE = {
-    "Abs", "Add", "Addcdiv", "Addcmul", "Atan", "Clamp", "ClampMax", "ClampMin", "Clone", "Cos", "Div", "Elu", "Erf",
+    "Abs", "Add", "Addcdiv", "Addcmul", "Atan", "Clamp", "ClampMax", "ClampMin", "Cos", "Div", "Elu", "Erf",
     "Exp", "Expm1", "Gelu", "Hardtanh", "LeakyRelu", "Lerp", "Log", "Log1P", "LogSigmoid", "Logaddexp", "MaskedFill",
     "Maximum", "Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin",
-    "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where", "Xlogy",
+    "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xlogy",
 }  # fmt: skip
 # Other shapes of the same entries; none moves the first axis.
 SHAPES = {
@@ -221,7 +221,7 @@ def _is_by_sample(node: Any, name: str, operands: Sequence[Shape], rows: int) ->
     ndim = len(operands[0])
     if name in LOSSES:
         return getattr(node, "_saved_reduction", None) == TERMS
-    if name in SHAPES and name not in ENTRYWISE:
+    if name in SHAPES:
         if name == "Expand":
             return len(shape) == ndim and shape[0] == operands[0][0]
         if name == "Permute":
