@@ -6,6 +6,7 @@ Statistics are all-reduced at renewals, and inverses broadcast to the processes 
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,13 @@ class TensorForm:
         order = x.dim_order()
         return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
 
+    def flat(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).reshape(-1)
+
+    def filled(self, flat: Tensor) -> Tensor:
+        """The tensor with these entries, in its old memory order: another order could make products copy it."""
+        return flat.view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
+
 
 class Workers:
     """Which process decomposes which block, who keeps the result, and how the others get at what they need."""
@@ -159,16 +167,13 @@ class Workers:
     def _broadcast(
         self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
     ) -> list[Tensor]:
-        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms.
-
-        They have their old memory order: another one could make products copy them.
-        """
+        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
         if own is None:
-            sent = [torch.empty(slot.shape, dtype=slot.dtype, device=self.processes.device) for slot in slots]
+            sent = [torch.empty(math.prod(x.shape), dtype=x.dtype, device=self.processes.device) for x in slots]
         else:
-            sent = [x.permute(slot.order) for slot, x in zip(slots, own, strict=True)]
+            sent = [slot.flat(x) for slot, x in zip(slots, own, strict=True)]
         found = in_flat_buffers(sent, lambda flat: dist.broadcast(flat, self.processes.ranks[source], group=group))
-        return [x.permute([slot.order.index(k) for k in range(x.ndim)]) for slot, x in zip(slots, found, strict=True)]
+        return [slot.filled(x) for slot, x in zip(slots, found, strict=True)]
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
         """Add to `found` the solutions of the blocks that other processes keep."""

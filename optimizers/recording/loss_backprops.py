@@ -20,7 +20,7 @@ from curvature.preconditioners import BatchFacts
 from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.team import Team
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
-from optimizers.recording.loss_graph import Source, edges_here
+from optimizers.recording.loss_graph import Source, edges_here, read_loss
 from optimizers.recording.loss_masses import Division, SampleFactors
 from optimizers.recording.model_outputs import OutputScale, regular, samples_first, squares_along
 
@@ -147,8 +147,9 @@ class LayerBackprops(LossBackprops):
         if self.is_sending or not _counts(gradient, found.tape):
             return
         self._begin(found)
-        factor = self.factors.of(source, output, gradient, found.batch.count)
-        self.division.note(found if is_only else None, source, output, gradient)
+        reading = read_loss(source)
+        factor = self.factors.of(reading, output, gradient, found.batch.count)
+        self.division.note(found if is_only else None, reading, output, gradient)
         own = self._arrived(found)
         if isinstance(factor, Tensor) and factor.ndim and is_only and own.measured is None:
             own.measured = self._measured_again(found, [source, *places], output, gradient, factor)
@@ -282,8 +283,9 @@ class LossRows(LossBackprops):
             return
         self._begin(found)
         output, count = found.outputs[index], found.batch.count
-        factor = self.factors.of(source, output, gradient, count)
-        self.division.note(found if len(found.outputs) == 1 else None, source, output, gradient)
+        reading = read_loss(source)
+        factor = self.factors.of(reading, output, gradient, count)
+        self.division.note(found if len(found.outputs) == 1 else None, reading, output, gradient)
         if not self.arrived:
             is_alone = self.team.current().processes.size == 1
             self.unit, self.is_sum = self.factors.usual(count) if is_alone else SHARED_UNIT, False

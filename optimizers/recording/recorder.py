@@ -208,11 +208,11 @@ class Recorder:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
         signs, count = self._signs(found.count), found.count
         signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
-        read = self.loss_backprops.factors.read
+        factor = self.loss_backprops.factors.of
         # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
         unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
         each = zip(found.readings, found.tensors, found.gradients, strict=True)
-        return [(unit(reading) * read(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
+        return [(unit(reading) * factor(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
 
     def _signs(self, count: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self._next_seed())
