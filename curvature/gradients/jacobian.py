@@ -247,6 +247,18 @@ class Jacobian:
         """The same Jacobian with the terms of each parameter merged, for many products."""
         return replace(self, parts=_each(self.parts, contractions.merge_terms))
 
+    def scaled(self, factor: float) -> Jacobian:
+        """``factor J``; its rows are built, unless the factor is one."""
+        dense: Callable[[list[Term]], list[Term]] = lambda own: [DenseGradients(factor * contractions.gradients(own))]
+        return self if factor == 1 else replace(self, parts=_each(self.parts, dense))
+
+    def plus(self, other: Jacobian) -> Jacobian:
+        """The sum with that of other values of the same samples; one below the other where their numbers differ."""
+        both = list(zip(self.parts, other.parts, strict=False))
+        if [size for size, _ in self.parts] != [size for size, _ in other.parts]:
+            return replace(self, parts=[*self.parts, *other.parts])
+        return replace(self, parts=[(n, {k: [*own[k], *more[k]] for k in own}) for (n, own), (_, more) in both])
+
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
         """The rows of all processes; `objects` is an all-gather of Python objects.
 

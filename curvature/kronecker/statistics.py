@@ -57,7 +57,7 @@ class SideStatistics(KroneckerStatistics):
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
-        self.samples /= times**2
+        self.backprops = {reading: moment.scaled(times**2) for reading, moment in self.backprops.items()}
 
     def add_(self, other: Any) -> None:
         super().add_(other)

@@ -141,7 +141,8 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         keyed = _keyed(tape)
         new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
-        for x in [x for x in outputs if x.shape[:1] == (count,) and x.requires_grad] if any(new) else ():
+        tensors = [x for x in outputs if isinstance(x, Tensor) and x.shape[:1] == (count,) and x.requires_grad]
+        for x in tensors if any(new) else ():
             with without_autocast([x.device]):
                 found = certain_layouts(tape, x, new)
             for (key, _), is_new, layout in zip(keyed, new, found or [None] * len(new), strict=True):

@@ -27,7 +27,7 @@ class DiagonalStatistics:
         self.sum.add_(other.sum)
 
     def scale_vectors_(self, times: float) -> None:
-        self.samples /= times**2
+        self.sum = self.sum * times**2
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         return {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}

@@ -55,7 +55,7 @@ class EigenStatistics(kronecker.SideStatistics):
 
     def scale_vectors_(self, times: float) -> None:
         super().scale_vectors_(times)
-        self.squares_samples /= times**2
+        self.squares = None if self.squares is None else self.squares * times**2
 
     def parts(self, blocks: Sequence[Any]) -> list[Any]:
         found = super().parts(blocks)

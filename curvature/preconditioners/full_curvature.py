@@ -107,7 +107,8 @@ class FullCurvature(CurvatureStore):
             return
         shapes, _, times, _ = known[0]
         device = next(self.model.parameters()).device
-        rows = own.jacobian if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
+        missing = Jacobian((), shapes, torch.zeros((), device=device))
+        rows = missing if own is None else own.jacobian.scaled(own.times / times)
         rows, _ = rows.gathered(objects)
         self._arrange(shapes, _disjoint(names for *_, theirs in known for names in theirs))
         statistics.rows = RowStatistics([rows], sum(samples for _, samples, *_ in known), times)

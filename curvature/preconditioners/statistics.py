@@ -41,6 +41,15 @@ class RowStatistics:
         """All rows."""
         return replace(self.parts[0], parts=[part for jacobian in self.parts for part in jacobian.parts])
 
+    def add_(self, other: RowStatistics) -> None:
+        """Add rows of other samples; those of no samples are what is still missing in the rows of the last pass."""
+        parts = [jacobian.scaled(other.times / self.times) for jacobian in other.parts]
+        if other.samples:
+            self.parts += parts
+            self.samples += other.samples
+        else:
+            self.parts[-1] = self.parts[-1].plus(*parts)
+
 
 @dataclass
 class CurvatureStatistics:
@@ -66,8 +75,7 @@ class CurvatureStatistics:
             if self.rows is None or self.rows.shapes != other.rows.shapes:  # other parameters are trained now
                 self.blocks, self.rows = other.blocks, other.rows
                 return
-            self.rows.parts += other.rows.parts
-            self.rows.samples += other.rows.samples
+            self.rows.add_(other.rows)
         for name, block in other.blocks.items():
             if name in self.blocks:
                 self.blocks[name].add_(block)

@@ -122,16 +122,13 @@ class Processes:
         return found.tolist()
 
     def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all processes, in flat buffers."""
-        found: list[Any] = [None] * len(tensors)
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
-            flat = torch.cat([tensors[k].reshape(-1) for k in alike])
+        """The sums over all processes."""
+
+        def reduce(flat: Tensor) -> None:
             for work in [dist.all_reduce(x, group=self.group, async_op=True) for x in flat.split(BUCKET_ENTRIES)]:
                 work.wait()
-            for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
-                found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
-        return found
+
+        return in_flat_buffers(tensors, reduce)
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""
@@ -143,6 +140,18 @@ class Processes:
                 "wrap the model in DistributedDataParallel or average them before step(); for models that are trained "
                 "apart pass distributed=Distributed(group=...), a group of this process alone"
             )
+
+
+def in_flat_buffers(tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> list[Tensor]:
+    """The tensors after a collective, in place, of all of one dtype as one buffer."""
+    found: list[Any] = [None] * len(tensors)
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
+        flat = torch.cat([tensors[k].reshape(-1) for k in alike])
+        collective(flat)
+        for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
+            found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
+    return found
 
 
 def vectors_of_global_batch(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block, CurvatureStore
-from optimizers.distributed.processes import Distributed, Processes
+from optimizers.distributed.processes import Distributed, Processes, in_flat_buffers
 
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
@@ -91,7 +91,7 @@ class TensorForm:
 
     def filled(self, flat: Tensor) -> Tensor:
         """The tensor with these entries, in its old memory order: another order could make products copy it."""
-        return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
+        return flat.view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
 
 
 class Workers:
@@ -168,18 +168,12 @@ class Workers:
         self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
     ) -> list[Tensor]:
         """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
-        found: list[Any] = [None] * len(slots)
-        for dtype in dict.fromkeys(slot.dtype for slot in slots):
-            alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
-            sizes = [math.prod(slots[k].shape) for k in alike]
-            if own is None:
-                flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
-            else:
-                flat = torch.cat([slots[k].flat(own[k]) for k in alike])
-            dist.broadcast(flat, self.processes.ranks[source], group=group)
-            for k, x in zip(alike, flat.split(sizes), strict=True):
-                found[k] = slots[k].filled(x)
-        return found
+        if own is None:
+            sent = [torch.empty(math.prod(x.shape), dtype=x.dtype, device=self.processes.device) for x in slots]
+        else:
+            sent = [slot.flat(x) for slot, x in zip(slots, own, strict=True)]
+        found = in_flat_buffers(sent, lambda flat: dist.broadcast(flat, self.processes.ranks[source], group=group))
+        return [slot.filled(x) for slot, x in zip(slots, found, strict=True)]
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
         """Add to `found` the solutions of the blocks that other processes keep."""

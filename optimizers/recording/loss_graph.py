@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -21,10 +22,10 @@ Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
 # Names of nodes, without "Backward0". Functions of entries, as long as nothing is broadcast:
 ENTRYWISE = {
-    "Abs", "Add", "Addcdiv", "Addcmul", "Atan", "Clamp", "ClampMax", "ClampMin", "Clone", "Cos", "Div", "Elu", "Erf",
+    "Abs", "Add", "Addcdiv", "Addcmul", "Atan", "Clamp", "ClampMax", "ClampMin", "Cos", "Div", "Elu", "Erf",
     "Exp", "Expm1", "Gelu", "Hardtanh", "LeakyRelu", "Lerp", "Log", "Log1P", "LogSigmoid", "Logaddexp", "MaskedFill",
     "Maximum", "Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin",
-    "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy", "Where", "Xlogy",
+    "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xlogy",
 }  # fmt: skip
 # Other shapes of the same entries; none moves the first axis.
 SHAPES = {
@@ -111,18 +112,11 @@ def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
     return Unknown("its graph is not at hand")
 
 
-def find_edges(sources: Sequence[Source | None]) -> list[GradientEdge | None]:
-    """Where tensors are in the graph of the running backward pass, which has arrived at the first of them."""
-    wanted = {source.sequence_number for source in sources if source is not None}
-    for roots in _running_backward_passes():
-        found: list[GradientEdge | None] = [None] * len(sources)
-        for node in graph_nodes(*roots):
-            for k, source in enumerate(sources) if node._sequence_nr() in wanted else ():
-                if source is not None and source.is_at((node, source.output_number)):
-                    found[k] = GradientEdge(node, source.output_number)
-        if found[0] is not None:
-            return found
-    return [None] * len(sources)
+def edges_here(sources: Sequence[Any]) -> list[GradientEdge | None]:
+    """Where these are in the graph below the node that the running backward pass is at: each a `Source`, or None."""
+    nodes = {(type(n).__name__, n._sequence_nr()): n for n in graph_nodes(torch._C._current_autograd_node())}
+    found: list[Any] = [source and nodes.get((source.name, source.sequence_number)) for source in sources]
+    return [node and GradientEdge(node, source.output_number) for node, source in zip(found, sources, strict=True)]
 
 
 def _running_backward_passes() -> Iterator[list[Any]]:
@@ -227,7 +221,7 @@ def _is_by_sample(node: Any, name: str, operands: Sequence[Shape], rows: int) ->
     ndim = len(operands[0])
     if name in LOSSES:
         return getattr(node, "_saved_reduction", None) == TERMS
-    if name in SHAPES and name not in ENTRYWISE:
+    if name in SHAPES:
         if name == "Expand":
             return len(shape) == ndim and shape[0] == operands[0][0]
         if name == "Permute":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from curvature.linalg import stack, to_host
 from curvature.losses import reduction_of, resolve
 from curvature.recording import warn_once
-from optimizers.recording.loss_graph import MeanOverClasses, Reading, Source, Unknown, read_loss
+from optimizers.recording.loss_graph import MeanOverClasses, Reading, Unknown
 
 NOT_KNOWN = (
     "empirical(): how much each sample counts in the loss cannot be told (%s): assumed that it is a mean in which all "
@@ -41,14 +41,13 @@ class Division:
         self.is_open = False  # whether something is no part
         self.rounding = 1e-4
 
-    def note(self, part: object | None, source: Source | None, output: Tensor, gradient: Tensor) -> None:
+    def note(self, part: object | None, reading: Reading, output: Tensor, gradient: Tensor) -> None:
         """A gradient is at the only output of the pass `part`; None for one of several outputs."""
         if part is None or any(part is own for own, _ in self.parts):
             self.is_open = True
             return
         share = None
         if self.parts or self.known:  # a step of one pass costs nothing
-            reading = read_loss(source)
             rows = None
             if isinstance(reading, MeanOverClasses) and reading.of == "logits":
                 weighted = MeanOverClasses(reading.classes, True, "logits")
@@ -81,13 +80,9 @@ class SampleFactors:
         """What to multiply with where nothing is known but the loss that was given."""
         return 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else float(count)
 
-    def of(self, source: Source | None, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
-        """For all samples a number, also as a tensor (), or (count,); the backward pass is at (count * m, ...)."""
-        return self.read("mean" if count == 1 else read_loss(source), output, gradient, count)
-
-    def read(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
-        """`of`, given what is known of the loss as a function of the output."""
-        found = _factors(reading, output, gradient, count)
+    def of(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
+        """For all samples of (count * m, ...) a number, also as a tensor (), or (count,), by what the loss is of it."""
+        found = _factors("mean" if count == 1 else reading, output, gradient, count)
         if found is not None:
             return found
         if isinstance(reading, Unknown) and reading.samples_meet:

@@ -153,9 +153,14 @@ class Recorder:
         self._send_back(tape, found, ways, is_isotropic)
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
-        signs = lambda: self._signs(count)
+        outputs = list({id(x): x for x in outputs}.values())
         self.store.learn_axes(tape, outputs, count)
-        self.loss_backprops.listen(RecordedPass(tape, outputs, count, signs, self.displacement()))
+        signs = functools.partial(self._signs, count)
+        self.loss_backprops.listen(RecordedPass(tape, outputs, self._facts(count), signs))
+
+    def _facts(self, count: int, independent: bool = False) -> BatchFacts:
+        processes = self.team.current().processes
+        return BatchFacts(count, processes.rank, processes.size, self.displacement(), independent)
 
     def _substitute(self, inject: Injection, why: str) -> None:
         """Note that another injection takes the place of the one that was asked for, if it is another kind."""
@@ -168,9 +173,8 @@ class Recorder:
         independent: bool = False,
     ) -> None:  # fmt: skip
         """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
-        processes, trained = self.team.current().processes, [node.tensor for node in tape.parameters.values()]
+        trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(found.count, independent)
         with torch.autocast(found.tensors[0].device.type, enabled=False):
-            batch = BatchFacts(found.count, processes.rank, processes.size, self.displacement(), independent)
             measured = {
                 axis: Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
                 for axis, (vectors, sums) in ways.items()
@@ -204,11 +208,11 @@ class Recorder:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
         signs, count = self._signs(found.count), found.count
         signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
-        read = self.loss_backprops.factors.read
+        factor = self.loss_backprops.factors.of
         # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
         unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
         each = zip(found.readings, found.tensors, found.gradients, strict=True)
-        return [(unit(reading) * read(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
+        return [(unit(reading) * factor(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
 
     def _signs(self, count: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self._next_seed())
@@ -244,7 +248,7 @@ class Recorder:
     @property
     def has_measured(self) -> bool:
         """Whether there are new statistics for the running averages."""
-        return self.loss_backprops.has_arrived or bool(self.passes.total.curvature)
+        return bool(self.loss_backprops.arrived or self.passes.total.curvature)
 
     def discard(self) -> None:
         """Forget the forward passes since the last step."""

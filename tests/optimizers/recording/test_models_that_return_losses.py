@@ -345,3 +345,43 @@ def test_a_loss_between_zeroed_and_other_gradients_leaves_the_former_out(optimiz
         return copied(model)
 
     torch.testing.assert_close(run(True), run(False))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rows_of_outputs_and_of_a_loss_count_together(is_first: bool, scale: float) -> None:
+    """Of the former a scaler's factor is a part, of the latter not."""
+    (x, y), z = batch(0), batch(1)[0][:, :3]
+    squares = lambda output, z: (output - z).square().mean()
+    net = network()
+    model = Raw(lambda m, x, z=None: m.net(x) if z is None else squares(m.net(x), z), net=net)
+    opt, before, rows = NaturalGradient(model, solver="dense", inject=curvature.empirical()), network(), []
+    opt.grad_scale = torch.tensor(scale)
+    for own, target in ((entropy, y), (squares, z)):
+        for n in range(len(x)):
+            found = torch.autograd.grad(own(before(x[n : n + 1]), target[n : n + 1]), list(before.parameters()))
+            rows.append(torch.cat([g.flatten() for g in found]))
+    losses = [lambda: entropy(model(x), y), lambda: model(x, z)]
+    for loss in losses if is_first else losses[::-1]:
+        (loss() * scale).backward()
+    opt.step()
+    expected = torch.stack(rows)
+    torch.testing.assert_close(opt.store.blocks[0].matrix, expected.mT @ expected / len(rows))
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_a_scaled_loss_beside_a_returned_one(kind: Any) -> None:
+    """The factor of the scaler is no part of vectors that the optimizer sends back itself."""
+
+    def run(scale: float) -> dict[str, Tensor]:
+        (x, y), z = batch(0), batch(1)[0][:, :3]
+        loss = lambda output, z: (output - z).square().mean()
+        model = Raw(lambda m, x, z=None: m.net(x) if z is None else loss(m.net(x), z), net=network())
+        opt = kind(model, inject=curvature.empirical())
+        opt.grad_scale = torch.tensor(scale)
+        for value in (F.cross_entropy(model(x), y, weight=torch.tensor([0.2, 1.0, 3.0]).double()), model(x, z)):
+            (value * scale).backward()
+        opt.step()
+        return {block.names[0]: block.mean_eigenvalue for block in opt.store.blocks}
+
+    torch.testing.assert_close(run(1024.0), run(1.0))

@@ -20,6 +20,7 @@ from support.training import train
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
 INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.empirical()], ids=repr)
 LOSS = nn.CrossEntropyLoss()
+flat_squares = lambda gradients: torch.cat([g.flatten() for g in gradients]).square().sum()
 
 
 def by_the_model(model: nn.Module) -> None:
@@ -83,6 +84,24 @@ def test_gradients_that_stay_count_together(optimizer: Any, inject: Any) -> None
     train(whole, optimizer(whole, loss=adds, inject=inject), adds, X.double(), Y, 5)
     for model in ends:
         assert_close(model, whole)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@OPTIMIZERS
+def test_gradients_that_the_loss_is_made_of_do_not_count(optimizer: Any) -> None:
+    """Of the pass that a penalty on gradients differentiates first, and `backward` then."""
+    found = []
+    for weight in (None, 0.0):
+        model = net().double()
+        opt = optimizer(model, inject=empirical())
+        loss = LOSS(model(X.double()), Y)
+        if weight is not None:
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = loss + weight * flat_squares(gradients)
+        loss.backward()
+        opt.step()
+        found.append([block.mean_eigenvalue for block in opt.store.blocks])
+    torch.testing.assert_close(*found)
 
 
 def last(kind: Any) -> nn.Module:

@@ -62,6 +62,13 @@ def words() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randint(7, (N, N)), y
 
 
+def zeros() -> tuple[nn.Module, Tensor, Tensor]:
+    """The last layer lets no gradient through, which would tell where the samples are."""
+    model, x, y = words()
+    nn.init.zeros_(model.get_submodule("out").weight)
+    return model, x, y
+
+
 def pixels() -> tuple[nn.Module, Tensor, Tensor]:
     y = torch.randint(C, (N, 3, 3))
     y[:4, 1] = -100
@@ -105,6 +112,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], Loss]] = {
     "tokens": (words, lambda o, y: F.cross_entropy(*flat(o, y))),
     "tokens, classes second": (words, lambda o, y: F.cross_entropy(o.transpose(1, 2), y)),
     "tokens, shifted": (words, shifted),
+    "tokens, zeros": (zeros, lambda o, y: F.cross_entropy(*flat(o, y))),
     "tokens, weights": (words, lambda o, y: F.cross_entropy(*flat(o, y), weight=W)),
     "tokens by hand": (words, over_tokens),
     "tokens, a sum over their number": (
@@ -277,14 +285,46 @@ SEVERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_several_outputs(kind: str, name: str, logged: pytest.LogCaptureFixture):
-    """One factor for what comes from all of them, or none and a word about it."""
+    """One factor for what comes from all of them, or none and a word about it; rows have one for each output."""
     found = curvature_of(OPTIMIZERS[kind], heads, SEVERAL[name])
-    assert ("there are several" in logged.text) == (name == "weighted")
-    if name != "weighted":
+    is_unknown = name == "weighted" and kind != "NaturalGradient"
+    assert ("there are several" in logged.text) == is_unknown
+    if not is_unknown:
         own = own_losses(SEVERAL[name])
         torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], heads, lambda o, y: own(Pair(*o), y)))
+
+
+RETURNED: dict[str, Callable[[Any, Tensor], tuple[Tensor, ...]]] = {
+    "apart": lambda m, x: (m.one(h := m.body(x).tanh()), m.other(h)),
+    "one of another": lambda m, x: (h := m.body(x).tanh(), m.one(h)),
+    "a chain": lambda m, x: (m.one(h := (z := m.body(x)).tanh()), h, z),
+    "the same": lambda m, x: (z := m.one(m.body(x).tanh()), z),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_several_outputs_are_as_one_that_holds_them(kind: str, name: str):
+    """Each sample has one gradient, the sum of what comes from all of them."""
+
+    def run(is_joined: bool) -> dict[str, Tensor]:
+        model, x, y = heads()
+        outputs = RETURNED[name]
+        sizes = [z.shape[1] for z in outputs(model, x)]
+        joined = lambda m, x: torch.cat(outputs(m, x), 1) if is_joined else outputs(m, x)
+        loss = lambda o, y: sum(
+            k * (z - 1).square().mean() for k, z in enumerate(o.split(sizes, 1) if is_joined else o, 1)
+        )
+        make = lambda: (Raw(joined, **dict(heads()[0].named_children())), x, y)
+        found = curvature_of(OPTIMIZERS[kind], make, loss)
+        return {k: value for k, value in found.items() if k != "outputs"}
+
+    with seeded(4):
+        found = run(False)
+    with seeded(4):
+        torch.testing.assert_close(found, run(True))
 
 
 class Pair(tuple):
@@ -321,17 +361,24 @@ def test_batches_before_one_step(kind: str, scale: float):
     torch.testing.assert_close(after(run), after([own_losses(loss) for loss in run]))
 
 
-def test_a_graph_that_is_used_twice(logged: pytest.LogCaptureFixture):
-    """As sums of gradients; samples that count differently are told."""
-    for weight in (None, W):
+@pytest.mark.parametrize("weight", [None, W], ids=["alike", "weighted"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_graph_that_is_used_twice(kind: str, weight: Any, logged: pytest.LogCaptureFixture):
+    """As sums of gradients; samples that count differently are told, where there is no row of each."""
+    found = []
+    for times in (1, 2):
         with seeded(3):
             model, x, y = rows()
-        opt = KFAC(model.double(), inject=empirical())
-        loss = F.cross_entropy(model(x.double()), y, weight=weight)
-        loss.backward(retain_graph=True)
-        loss.backward()
+        opt = OPTIMIZERS[kind](model.double(), inject=empirical())
+        loss = F.cross_entropy(model(x.double()), y, weight=weight) * (2 / times)
+        for k in range(times):
+            loss.backward(retain_graph=k == 0)
         opt.step()
-        assert ("assumed" in logged.text) == (weight is not None)
+        found.append({k: x for k, x in measured(opt).items() if k != "outputs"})
+    is_unknown = weight is not None and kind != "NaturalGradient"
+    assert ("assumed" in logged.text) == is_unknown
+    if not is_unknown:
+        torch.testing.assert_close(*found)
 
 
 def test_a_pass_that_waits_holds_no_graph():
