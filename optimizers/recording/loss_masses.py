@@ -22,6 +22,11 @@ NOT_KNOWN = (
     "empirical(): how much each sample counts in the loss cannot be told (%s): assumed that it is a mean in which all "
     "samples count alike; name another one by loss=, a loss of torch.nn with its weights and reduction"
 )
+NOT_DIVIDED = (
+    "empirical(): several backward passes come before a step, and whether the loop divides its losses by their number "
+    "cannot be told: assumed that it does not (else factors are too small by its square); inject=isotropic() does not "
+    "depend on it"
+)
 MEETING = (
     "empirical(): samples meet in the loss (%s), so that none has a gradient of its own: it is taken for a mean over "
     "samples all the same; inject=isotropic() needs no loss"
@@ -60,13 +65,14 @@ class Division:
     def unit(self, scale: float) -> float:
         """What the loss of each pass was multiplied by, as ``1/k`` times `scale`, which is a GradScaler's."""
         shares = [share for _, share in self.parts if share is not None]
-        if self.is_open or not shares:
-            return scale
-        (found,) = to_host([stack(shares) / scale])
-        for k in (len(self.parts), self.known or 1):
-            if bool(((found * k - 1).abs() <= self.rounding).all()):
-                self.known = k if k > 1 else None
-                return scale / k
+        if shares and not self.is_open:
+            (found,) = to_host([stack(shares) / scale])
+            for k in (len(self.parts), self.known or 1):
+                if bool(((found * k - 1).abs() <= self.rounding).all()):
+                    self.known = k if k > 1 else None
+                    return scale / k
+        if len(self.parts) > 1:
+            warn_once(NOT_DIVIDED, logger="optimizers")
         return scale
 
 

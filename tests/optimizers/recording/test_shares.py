@@ -482,6 +482,27 @@ def test_losses_that_are_scaled_otherwise(kind: str, name: str) -> None:
     torch.testing.assert_close(after(kind, OWN[name]), expected)
 
 
+SQUARES = lambda o, y: F.mse_loss(o, F.one_hot(y, C).to(o))
+
+
+@pytest.mark.parametrize(
+    "losses, is_said",
+    [
+        ([(SQUARES, some) for some in parts(2)], True),
+        ([(SQUARES, slice(BATCH))], False),
+        ([(ENTROPY, some) for some in parts(2)], False),
+        ([(over(2), some) for some in parts(2)], False),
+    ],
+    ids=["squares", "squares, once", "a cross-entropy", "its halves"],
+)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parts_whose_division_nothing_tells_are_logged(
+    kind: str, losses: Sequence[tuple[Loss, slice]], is_said: bool, logged: pytest.LogCaptureFixture
+) -> None:
+    after(kind, losses)
+    assert ["divides its losses by their number" in r.getMessage() for r in logged.records] == [True] * is_said
+
+
 @pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
 def test_two_losses_of_one_output_are_no_two_parts(kind: str) -> None:
     def twice(loss: Loss) -> dict[str, Tensor]:
