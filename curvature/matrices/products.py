@@ -68,8 +68,8 @@ class Repeated:
 
     def _state(self) -> tuple[Any, ...]:
         model = self.source.model
-        versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
-        return versions, tuple(m.training for m in model.modules())
+        seen = tuple(map(_seen_of, (*model.parameters(), *model.buffers())))
+        return seen, tuple(m.training for m in model.modules())
 
     @in_turn()
     def each(self, visit: Callable[[RecordedBatch], None], wanted: Callable[[int], bool] | None = None) -> None:

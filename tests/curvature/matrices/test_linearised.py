@@ -237,3 +237,14 @@ def test_no_copy_of_an_operator_whose_model_has_changed() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="the model has changed"):
         copy.deepcopy(operator)
+
+
+def test_parameters_with_other_data() -> None:
+    """As `vector_to_parameters` sets them, of which torch counts nothing."""
+    model, x = setting()
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    v = operator.space.normal(1)
+    operator @ v
+    torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        operator @ v
