@@ -111,7 +111,7 @@ class Repeated:
         """Raise ValueError where outputs are not those of the last pass, nor again those of this one."""
         size = lambda output: float(widen(output.detach().abs()).norm())
         last, self.size = self.size, size(run.output)
-        if last is None or math.isclose(last, self.size, rel_tol=SAME):
+        if last is None or math.isclose(last, self.size, rel_tol=SAME) or not math.isfinite(self.size):
             return
         with run.state.again(), torch.no_grad():
             again = run.batch.output()
