@@ -26,7 +26,7 @@ from curvature.gradients.jacobian_products import (
     complete_changes,
     output_changes,
 )
-from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
+from curvature.gradients.meeting_samples import UNSTEADY, SamplesMeet, where_samples_meet
 from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
     check_gradients,
@@ -51,8 +51,8 @@ from curvature.gradients.plans import (
 from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_noise_scale
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "are_adjoint",
-    "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "UNSTEADY",
+    "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
     "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests", "either_form",
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",

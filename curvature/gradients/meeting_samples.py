@@ -4,18 +4,19 @@ The batch is cut in two. The outputs of each part are compared in two batches: t
 one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
 they go where it goes, and find out how many are let in there. Run alone, it finds out what goes by its place in the
 batch or by the number of samples. All passes draw the same random numbers. The parameters are moved a little, since a
-gate that is zero lets nothing through.
+gate that is zero lets nothing through. Where samples do not meet, they are drawn together, all near the last one: if
+they meet then, the data may open a gate, and every later batch is asked about.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,8 @@ class Verdicts:
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
     asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
+    found: str = ""  # of that pass
+    is_gated: bool = False  # whether samples meet at some data, if not at these
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the model's buffers, when last looked at
     filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
 
@@ -68,37 +71,43 @@ class SamplesMeet(ValueError):
 def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """The first module whose output for a sample changes with the others; empty if none does.
 
-    Found by four forward passes (six of 4 or 6 samples) from where the recorded one began and one of a single sample,
+    Found by six forward passes (eight of 4 or 6 samples) from where the recorded one began and one of a single sample,
     and remembered. It is asked again at another shape of the input; where a pass calls functions in an order or with
     numbers that are new, or entries of buffers have become zero or are zero no more: a flag, a hook or a gate may mix
     samples now; and of every pass in which data may say which samples meet: by three passes and the single sample, at
     the parameters as they are.
     """
     known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
-    buffers = [b for b in batch.model.buffers() if b.layout is torch.strided and not b.is_inference()]
+    if known.asked is not None and known.asked() is tape:
+        return known.found
+    flags = (t for m in batch.model.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.numel() == 1)
+    both = itertools.chain(batch.model.buffers(), flags)
+    buffers = [b for b in both if b.layout is torch.strided and not b.is_inference()]
     versions = [(id(b), b._version) for b in buffers]
     if versions != known.versions:
         known.versions, counts = versions, [torch.count_nonzero(b).float() for b in buffers]
         known.filled = tuple(int(n) for n in to_host(counts)) if counts else ()
-    steps = frozenset[Any](pairwise([None, *tape.functions]))
+    steps = frozenset[Any](itertools.pairwise([None, *tape.functions]))
     if known.filled:
         steps |= {("filled", known.filled)}
     is_new = not steps <= known.apart
     # where data say where samples go, or which of them (as an adjacency matrix does), they say who meets in this pass
     inputs, by_pair = tensors_in(batch.x), (batch.count, batch.count)
     is_open = tape.graph is None or tape.counts or (len(inputs) > 1 and any(t.shape == by_pair for t in inputs))
-    if not is_open or (known.asked is not None and known.asked() is tape):
-        if not is_new:
-            return ""
-        if steps in known.meeting:
-            return known.meeting[steps]
+    is_open |= known.is_gated
+    if not is_open and not is_new:
+        return ""
+    if not is_open and steps in known.meeting:
+        return known.meeting[steps]
     where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
+    if is_new and not where and not is_open:
+        known.is_gated = _is_gated(batch, tape.start)
     if len(known.apart) + len(known.meeting) > MOST_STEPS:  # numbers that are others in every pass
         known.apart.clear()
         known.meeting.clear()
-    known.asked = weakref.ref(tape)
+    known.asked, known.found = weakref.ref(tape), where
     if where:
         known.meeting[steps] = where
     else:
@@ -117,6 +126,44 @@ def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""
+
+
+@full_precision()
+def _is_gated(batch: Batch, start: ModelState | None) -> bool:
+    """Whether samples meet that are near the last one: in its group, within a radius, through a gate that was zero."""
+    if batch.count == 1 or batch.is_uneven:
+        return False
+    start, last, rows = start or ModelState(batch.model), torch.tensor([batch.count - 1], device="cpu"), []
+    try:
+        together = replace(batch, x=_drawn_together(batch))
+        with moved(_noise(batch.model)), torch.no_grad():
+            for one in (together, _without_others(together, last)[0]):
+                with start.again():
+                    output = one.output()
+                rows.append((_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch))
+    except Exception as error:  # whatever a model raises at such data
+        log.info("not tried whether samples near each other meet: %s", str(error).split("\n")[0])
+        return False
+    return _differ(*rows)
+
+
+def _drawn_together(batch: Batch) -> Any:
+    """The input with all samples near the last one, in between and not beyond: what is an index stays in its range."""
+    dim, count, inputs = batch.dims[0], batch.count, tensors_in(batch.x)
+    generator, away = torch.Generator().manual_seed(0), torch.logspace(-1, -3, count, device="cpu")
+    largest = max(inputs, key=torch.numel, default=None)  # tokens, say, beside marks of groups
+
+    def near(t: Tensor) -> Tensor:
+        has_samples = t.ndim > dim and t.shape[dim] == count
+        last = t.narrow(dim, count - 1, 1).expand_as(t) if has_samples else t
+        if not t.is_floating_point():
+            return t if t is largest else last.contiguous()
+        drawn = torch.rand(t.shape, generator=generator, device="cpu").to(t)
+        each = away.to(t).reshape(-1, *[1] * (t.ndim - dim - 1)) if has_samples else 0.0
+        between = (last + each * (t - last)) * (1 - 0.003 * drawn)
+        return torch.where(between == 0, 0.1 * drawn, between)
+
+    return map_tensors(near, batch.x)
 
 
 def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:

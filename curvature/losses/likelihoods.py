@@ -270,6 +270,10 @@ class LabelDistribution:
 
     has_noise: ClassVar[bool] = False
 
+    def of(self, loss: Any) -> LabelDistribution:
+        """The distribution behind a loss with its settings."""
+        return self
+
     def factor(self, noise: Tensor) -> Tensor:
         """What the summed loss is multiplied by."""
         return torch.ones_like(noise)
@@ -332,7 +336,7 @@ class PoissonLabel(LabelDistribution):
     """Poisson with rate ``exp(f)``, whose mean over a normal f is log-normal."""
 
     def count(self, output: Tensor, target: Any) -> Tensor:
-        return torch.lgamma(target.to(output.dtype) + 1).sum()
+        return torch.lgamma(target.to(output.dtype) + 1).expand_as(output).sum()
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
         return Prediction(f.exp(), f.exp())
@@ -343,14 +347,21 @@ class PoissonLabel(LabelDistribution):
 
 
 class NormalHeadsLabel(LabelDistribution):
-    """Normal; the halves of dim 1 are mean and variance. Of the output's uncertainty only that of the mean counts."""
+    """Normal; the halves of dim 1 are mean and variance, at least eps. Only the uncertainty of the mean counts."""
+
+    def __init__(self, eps: float = 0.0) -> None:
+        self.eps = eps
+
+    def of(self, loss: Any) -> LabelDistribution:
+        return NormalHeadsLabel(loss.eps)
 
     def count(self, output: Tensor, target: Any) -> Tensor:
         return output.new_tensor(output.numel() / 4 * math.log(2 * math.pi))
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
-        return Prediction(*f.chunk(2, 1))
+        mean, spread = f.chunk(2, 1)
+        return Prediction(mean, spread.clamp(min=self.eps))
 
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
-        mean, spread = f.chunk(2, 1)
+        mean, spread = self.given(f, noise)
         return Prediction(mean, spread + variance.chunk(2, 1)[0])

@@ -8,6 +8,7 @@ mode (`linearised`). Where torch loses a part of it, it comes by rows. A Hessian
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.functional import TwiceDifferentiable, own_functions
-from curvature.gradients import Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
+from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import contradicts_differences, full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
@@ -28,6 +29,7 @@ from curvature.operators import Space
 from curvature.recording import ModelState, in_turn, tensors_in
 
 log = logging.getLogger("curvature")
+SAME = 1e-3  # relative difference of the norms of outputs, beyond what TF32 rounds
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
 # With the matrix of one batch, by its graph; for how many columns at once; what the batch counts for in a mean.
@@ -48,6 +50,7 @@ class Repeated:
         self.state = self._state()
         self.kept: list[BatchProduct] | None = None  # of all batches, once there are; None: `times` keeps nothing
         self.kept_for: dict[str, Any] = {}
+        self.size: float | None = None  # of the outputs of the last pass over a single batch
         self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
         self.is_single = number_of_batches(self.source.data) == 1
 
@@ -68,8 +71,8 @@ class Repeated:
 
     def _state(self) -> tuple[Any, ...]:
         model = self.source.model
-        versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
-        return versions, tuple(m.training for m in model.modules())
+        seen = tuple(map(_seen_of, (*model.parameters(), *model.buffers())))
+        return seen, tuple(m.training for m in model.modules())
 
     @in_turn()
     def each(self, visit: Callable[[RecordedBatch], None], wanted: Callable[[int], bool] | None = None) -> None:
@@ -84,6 +87,8 @@ class Repeated:
                     "matrix; call model.eval()"
                 )
             seen.append(_checksum(run.batch))
+            if self.is_single:
+                self._require_steady(run)
             visit(run)
 
         try:
@@ -101,6 +106,17 @@ class Repeated:
                 "data: another pass gave other batches; use a DataLoader with shuffle=False and without random "
                 "augmentation, or a list of pairs"
             )
+
+    def _require_steady(self, run: RecordedBatch) -> None:
+        """Raise ValueError where outputs are not those of the last pass, nor again those of this one."""
+        size = lambda output: float(widen(output.detach().abs()).norm())
+        last, self.size = self.size, size(run.output)
+        if last is None or math.isclose(last, self.size, rel_tol=SAME) or not math.isfinite(self.size):
+            return
+        with run.state.again(), torch.no_grad():
+            again = run.batch.output()
+        if not math.isclose(size(again), self.size, rel_tol=SAME):
+            raise ValueError(UNSTEADY)
 
     @property
     def is_sum(self) -> bool:

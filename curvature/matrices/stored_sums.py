@@ -103,7 +103,8 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
     It is the matrix that one pass over all of these data gives: for a sum loss with the sums of the parts, for a mean
     with the mean over all. Of a pass that was interrupted, the batches that the file holds count. The matrices
     themselves cannot be combined: ``K1 + K2`` of two Kronecker products is no Kronecker product (it is a `Sum`: its
-    products are exact, its solves dense).
+    products are exact, its solves dense). In a mean of your own, all samples have to weigh alike: a file does not tell
+    whether those of one part weigh more than those of another, which nothing notices.
 
     Args:
         paths: of the files, of one model with the same parameters and one loss; each on other data, as of several

@@ -257,8 +257,3 @@ class RowBlocks(Blocks):
 
     def _details(self) -> list[str]:
         return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
-
-
-def blocks_of(K: Operator) -> list[Operator]:
-    """The blocks of a block-diagonal matrix; any other is its only one."""
-    return list(K.blocks.values()) if isinstance(K, BlockDiagonal) else [K]

@@ -29,8 +29,9 @@ class Estimate(NamedTuple):
 
 
 def mean_estimate(samples: Tensor) -> Estimate:
-    """The mean over the first dimension and its standard error."""
-    return Estimate(samples.mean(0), samples.std(0) / math.sqrt(len(samples)))
+    """The mean over the first dimension and its standard error; zero of one sample, of a matrix with one row."""
+    spread = samples.std(0) if len(samples) > 1 else torch.zeros_like(samples[0])
+    return Estimate(samples.mean(0), spread / math.sqrt(len(samples)))
 
 
 def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:

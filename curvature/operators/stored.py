@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -73,6 +73,16 @@ class Stored(Operator):
 
     def _details(self) -> list[str]:
         return [f"{self.held['structure']}, kept"]
+
+
+def in_memory(K: Operator) -> Operator:
+    """The matrix of its own kind that is kept as its state; any other as it is."""
+    return K._decomposed() if isinstance(K, Stored) else K
+
+
+def blocks_of(K: Operator) -> Iterator[Operator]:
+    """The blocks of a block-diagonal matrix, in memory; any other is its only one."""
+    yield from map(in_memory, K.blocks.values() if isinstance(K, BlockDiagonal) else [K])
 
 
 def load(path: str | PathLike[str], device: torch.device | str | None = None, *, lazily: bool = False) -> Operator:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from torch import Tensor
 
-from curvature.operators import BlockDiagonal, Operator, Space
+from curvature.operators import BlockDiagonal, Operator, Space, blocks_of, in_memory
 
 Array = NDArray[np.float64]
 
@@ -181,9 +181,9 @@ def module_of(names: Sequence[str]) -> str:
 def layers_of(matrix: Operator) -> dict[str, Operator]:
     """The blocks by layer, in the order of the parameters; several of one layer are named by their first parameter."""
     if not isinstance(matrix, BlockDiagonal):
-        return {module_of(matrix.space.names): matrix}
+        return {module_of(matrix.space.names): in_memory(matrix)}
     names = list(matrix.space.names)
-    ordered = sorted(matrix.blocks.values(), key=lambda block: names.index(block.space.names[0]))
+    ordered = sorted(blocks_of(matrix), key=lambda block: names.index(block.space.names[0]))
     blocks = [part for block in ordered for part in getattr(block, "blocks", {"": block}).values()]
     modules = [module_of(block.space.names) for block in blocks]
     twice = {module for module, count in Counter(modules).items() if count > 1}

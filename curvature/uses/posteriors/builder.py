@@ -124,7 +124,7 @@ def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
     summed.reduction = "sum"
     if hasattr(summed, "full"):
         summed.full = False
-    return summed, labels
+    return summed, labels.of(summed)
 
 
 def survey(

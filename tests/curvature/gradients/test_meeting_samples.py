@@ -294,6 +294,50 @@ def test_samples_that_meet_in_a_later_batch(function, forward):
         refuse(function, model, meeting, y)
 
 
+def in_groups(m, x, group):
+    same = (group[:, None] == group).to(x)
+    return m.b(same @ m.a(x).tanh() / same.sum(1, keepdim=True))
+
+
+def within_a_radius(m, x):
+    near = (torch.cdist(x, x) < 0.5).to(x)
+    return m.b(near @ m.a(x).tanh() / near.sum(1, keepdim=True))
+
+
+def through_a_gate(m, x, gate=None):
+    return m.b(m.a(x + (m.gate if gate is None else gate) * x.mean(0)).tanh())
+
+
+APART_AT_FIRST = {
+    "in groups": (in_groups, lambda m, x: (x, torch.arange(N)), lambda m, x: (x, torch.arange(N) // 2)),
+    "in groups of token sequences": (
+        lambda m, x, group: in_groups(m, F.one_hot(x, 4).sum(1).double(), group),
+        lambda m, x: ((9 * x.abs()).long() % 4, torch.arange(N)),
+        lambda m, x: ((9 * x.abs()).long() % 4, torch.arange(N) // 2),
+    ),
+    "within a radius": (within_a_radius, lambda m, x: 9 * x, lambda m, x: x / 9),
+    "within a radius, all alike at first": (within_a_radius, lambda m, x: torch.ones_like(x), lambda m, x: x / 9),
+    "a gate": (through_a_gate, lambda m, x: (x, x.new_zeros(())), lambda m, x: (x, x.new_ones(()))),
+    "a gate for each sample": (through_a_gate, lambda m, x: (x, 0 * x[:, :1]), lambda m, x: (x, x[:, :1])),
+    "an attribute": (
+        through_a_gate,
+        lambda m, x: [setattr(m, "gate", x.new_zeros(())), x][1],
+        lambda m, x: [setattr(m, "gate", x.new_ones(())), x][1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART_AT_FIRST)
+@two_functions
+def test_data_that_let_samples_meet_later(function, name):
+    """By comparisons and products alone: nothing in the graph says that data decide."""
+    forward, apart, meeting = APART_AT_FIRST[name]
+    model, x, y = prepared(lambda: Raw(forward, **layers()))
+    for _ in range(2):
+        FUNCTIONS[function](model, ENTROPY, apart(model, x), y)
+        refuse(function, model, meeting(model, x), y)
+
+
 def test_a_loop_of_another_length_is_not_asked_again():
     """It is the same functions one after the other."""
 
@@ -308,7 +352,7 @@ def test_a_loop_of_another_length_is_not_asked_again():
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for model.times in (4, 9, 2, 4, 3):
         rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
-        assert passes.count(False) == 7  # of six samples
+        assert passes.count(False) == 9  # of six samples
         torch.testing.assert_close(
             rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
         )

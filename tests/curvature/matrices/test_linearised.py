@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -237,3 +238,26 @@ def test_no_copy_of_an_operator_whose_model_has_changed() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="the model has changed"):
         copy.deepcopy(operator)
+
+
+@pytest.mark.parametrize("build", [curvature.gauss_newton, curvature.hessian])
+def test_random_numbers_of_numpy(build: Any) -> None:
+    """Each product would be of another matrix."""
+    model, x = setting()
+    numbers = np.random.default_rng(0)
+    model.register_forward_hook(lambda module, inputs, output: output * (1 + numbers.random()))
+    operator = build(model, LOSS, (x, Y))
+    products = (operator @ operator.space.normal(1) for _ in range(2))
+    with pytest.raises(ValueError, match=r"two passes over the same batch differ.*random numbers of NumPy"):
+        list(products)
+
+
+def test_parameters_with_other_data() -> None:
+    """As `vector_to_parameters` sets them, of which torch counts nothing."""
+    model, x = setting()
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    v = operator.space.normal(1)
+    operator @ v
+    torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        operator @ v

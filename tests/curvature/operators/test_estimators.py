@@ -201,6 +201,13 @@ def test_more_products_than_rows(name, device):
         assert ((value - expected).abs() <= 6 * error + 1e-10).all()
 
 
+@pytest.mark.parametrize("name", ["xtrace", "xdiag"])
+def test_a_single_row(name):
+    op = of_values(Source(), [2.5])
+    value, error = OF_PRODUCTS[name](op, 8)
+    assert float(value) == pytest.approx(2.5) and float(error) == 0
+
+
 def test_variance_reduction_pays(device):
     """A spectrum that falls fast: the order of the papers."""
     op = of_values(Source(device), torch.logspace(0, -20, 100))

@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import nn
 
-from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots, spectral_density
+from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, load, plots, spectral_density
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
 from curvature.operators.matrix_free import MatrixFree
 from curvature.plots.heatmaps import MAX_GROUPS, MAX_LAYERS, MAX_POINTS
@@ -181,6 +181,13 @@ def test_factors_in_an_eigenbasis():
     blocks = block.to_dense().double().numpy()[np.ix_(order, order)].reshape(o, len(A), o, len(A))
     np.testing.assert_allclose(A, np.einsum("aiaj->ij", blocks) / o, atol=1e-5 * A.max())
     np.testing.assert_allclose(B, np.einsum("aibi->ab", blocks) * o / block.trace(), atol=1e-5 * B.max())
+
+
+def test_factors_that_are_mapped_from_a_file(tmp_path):
+    K = kfac(*problem())
+    K.save(tmp_path / "K.pt")
+    shown = plots.factors(load(tmp_path / "K.pt", lazily=True))
+    np.testing.assert_array_equal(array_of(shown[0, 0]), K["0"].A[0].double().numpy())
 
 
 def test_layers_without_factors_are_named():

@@ -100,6 +100,21 @@ def test_rows_that_are_read_apart():
     matches(found["inner.in_proj_weight"][:4], curvature.quantize(part, named, 2, mean)["inner.in_proj_weight[0:4]"])
 
 
+@pytest.mark.parametrize("structure", ["diagonal", "blocks", "kronecker bias", "kronecker grouped"])
+def test_matrices_that_are_mapped_from_files(structure, tmp_path):
+    """They count as what they are: with their own damping, factors and rounds."""
+    op, _ = structures()[structure](Source())
+    w = op.space.split(Source(seed=1).normal(op.space.size))
+    op.save(tmp_path / "K.pt")
+    lazily = curvature.load(tmp_path / "K.pt", lazily=True)
+    for function in (
+        curvature.saliencies,
+        lambda K, w: curvature.prune(K, w, 0.5)[0],
+        lambda K, w: curvature.quantize(K, w, 2),
+    ):
+        matches(op.space.flatten(function(lazily, w)), op.space.flatten(function(op, w)), 1e-8)
+
+
 def test_what_cannot_be_rounded_is_refused():
     model, data = network()
     K = curvature.kfac(model, LOSS, data)

@@ -196,6 +196,25 @@ def test_counts_and_variances_of_their_own() -> None:
     matches(heads.fit.log_likelihood(heads.noise), likelihood)
 
 
+def test_counts_that_several_outputs_share() -> None:
+    model, _, (x, y) = problem("counts")
+    counts = y[:, :1]
+    found = curvature.laplace(model, nn.PoissonNLLLoss(), (x, counts))
+    likelihood = torch.distributions.Poisson(model(x).detach().exp()).log_prob(counts).sum()
+    matches(found.fit.log_likelihood(found.noise), likelihood)
+
+
+def test_variances_below_eps_count_as_eps() -> None:
+    """In predictions as in the loss; of draws, also those below zero."""
+    with seeded(0):
+        model, x, y = nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.randn(5, 1).double()
+    heads = curvature.laplace(model, nn.GaussianNLLLoss(eps=0.3), (x, y))
+    f, covariance = heads.outputs(x)
+    assert (f[:, 1] < 0.3).any() and (f[:, 1] > 0.3).any()
+    matches(heads.predict(x).variance, f[:, 1:].clamp(min=0.3) + covariance[:, :1, 0])
+    assert (heads.predict(x, samples=9).variance >= 0.3).all()
+
+
 def test_draws() -> None:
     found, expected = both("kfac", "squares")
     drawn = found.sample(20_000, generator=torch.Generator().manual_seed(0))
