@@ -84,7 +84,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def names(self) -> dict[int, str]:
         """Names by id; ValueError where the loop has put a parameter into a group that is none of the model's."""
         every = [p for group in self.param_groups for p in group["params"]]
-        if not all(id(p) in self._names for p in every):
+        if not self._names.keys() >= set(map(id, every)):
             self._find_names(every)
         return self._names
 
