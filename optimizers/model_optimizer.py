@@ -66,21 +66,37 @@ class ModelOptimizer(torch.optim.Optimizer):
             ValueError: a parameter does not belong to the model; an option is out of range.
         """
         param_group = parameter_group(param_group)
-        self._names |= {id(p): name for name, p in self.model.named_parameters()}
-        for p in param_group["params"]:
-            if isinstance(p, Tensor) and id(p) not in self._names:
-                raise ValueError(
-                    f"params: a parameter of shape {tuple(p.shape)} is none of the model's that the optimizer was "
-                    "given; give the optimizer a module that holds them all"
-                )
+        self._find_names([p for p in param_group["params"] if isinstance(p, Tensor)])
         super().add_param_group(param_group)
 
     # -- parameters by name
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters of the groups that require a gradient now, by name."""
-        names = self._names
-        return {names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        names = self.names()
+        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        found = {names[id(p)]: p for p in every}
+        if len(found) < len(every):  # those that have left the model, and their names to others
+            own = {id(p) for p in every}
+            found |= {name: p for name, p in self.model.named_parameters() if id(p) in own}
+        return found
+
+    def names(self) -> dict[int, str]:
+        """Names by id; ValueError where the loop has put a parameter into a group that is none of the model's."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        if not self._names.keys() >= set(map(id, every)):
+            self._find_names(every)
+        return self._names
+
+    def _find_names(self, parameters: Iterable[Tensor]) -> None:
+        """Learn the names that parameters of the model have now; ValueError where one of these is none of them."""
+        self._names |= {id(p): name for name, p in self.model.named_parameters()}
+        for p in parameters:
+            if id(p) not in self._names:
+                raise ValueError(
+                    f"params: a parameter of shape {tuple(p.shape)} is none of the model's that the optimizer was "
+                    "given; give the optimizer a module that holds them all"
+                )
 
     def warn_of_unknown_parameters(self) -> None:
         """Log parameters of the model that have a gradient and are in no group, such as those of a replaced head."""
@@ -109,7 +125,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         self._since.clear()
 
     def name_of(self, p: Tensor) -> str:
-        return self._names[id(p)]
+        return self._names.get(id(p)) or self.names()[id(p)]
 
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(p.shape) for name, p in self.model.named_parameters()}

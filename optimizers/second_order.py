@@ -249,10 +249,11 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.team.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
+        names = self.names()
         options: dict[str, dict[str, Any]] = {}
         for group in self.param_groups:  # a scheduler may keep tensors in them
             plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            options |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
+            options |= dict.fromkeys([names[id(p)] for p in group["params"]], plain)
         return StepContext(closure, trained, options, states, self.preconditioner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -339,17 +340,19 @@ class SecondOrderOptimizer(ModelOptimizer):
         """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
         self._follow_parameters()
         now = dict(self.model.named_parameters())
-        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
-        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        names = self.names()
+        names |= {id(p): name for name, p in now.items() if id(p) in names}
+        given = {names[id(p)] for group in self.param_groups for p in group["params"]}
         trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
         found = {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
         self.store.drop_replaced(found)
         return found
 
     def _has_gradients(self) -> bool:
-        """Whether a parameter has a gradient now, or may have: those of sharded ones may be elsewhere."""
+        """Whether a gradient is not zero now, or may be: those of sharded parameters may be elsewhere."""
         every = [p for group in self.param_groups for p in group["params"]]
-        return any(p.grad is not None for p in every if p.requires_grad) or any_sharded(every)
+        given = (g for p in every if p.requires_grad and (g := p.grad) is not None)
+        return any_sharded(every) or any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in given)
 
     def _last_displacement(self) -> Mapping[str, Tensor]:
         """For the recorder, which is no place for processes to wait for each other."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from curvature.functional import graph_nodes
 from curvature.linalg import stack
 from curvature.recording import Tape
 from optimizers.recording.loss_graph import Reading, Source, Unknown, read_loss
@@ -47,6 +49,8 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     """
     # of an object of the user's what it holds, if that is all there is
     returned = list(differentiable(output)) or list(differentiable(getattr(output, "__dict__", None)))
+    if any(x.is_nested for x in returned):
+        raise RuntimeError("the model returned a nested tensor, whose samples are not known; return x.unbind() instead")
     own = [x for x in returned if x.ndim]
     if own:
         return ModelOutputs([*map(regular, own)], own, [None] * len(own), len(own[0]))
@@ -93,19 +97,36 @@ def regular(x: Tensor) -> Tensor:
 
 
 def differentiable(output: Any) -> Iterator[Tensor]:
-    """The logits, or every tensor of a sequence, mapping, dataclass or distribution, that may be differentiated."""
-    output = getattr(output, "logits", output)
+    """Every tensor of a sequence, mapping, dataclass or distribution, that may be differentiated.
+
+    Of an object with logits these, and what reads parameters that they do not, as a value or boxes beside them.
+    """
     if isinstance(output, Tensor):
         if output.requires_grad:
             yield output
         return
-    if isinstance(output, Distribution):
-        output = vars(output)
-    elif is_dataclass(output) and not isinstance(output, Mapping):
-        output = [getattr(output, field.name) for field in fields(output)]
-    values = output.values() if isinstance(output, Mapping) else output
-    for value in values if isinstance(output, Mapping | tuple | list) else ():
-        yield from differentiable(value)
+    logits = list(differentiable(output.logits)) if hasattr(output, "logits") else []
+    yield from logits
+    seen = set(graph_nodes(*(x.grad_fn for x in logits)))
+    for x in itertools.chain.from_iterable(map(differentiable, _parts(output, bool(logits)))):
+        if not logits:
+            yield x
+        elif x.ndim and x.grad_fn not in seen:
+            new = set(graph_nodes(x.grad_fn)) - seen
+            seen |= new
+            if any(hasattr(node, "variable") for node in new):
+                yield x
+
+
+def _parts(output: Any, is_known: bool) -> Iterable[Any]:
+    """What an object holds; of one of no kind that is known, if it has logits."""
+    if isinstance(output, Mapping):
+        return output.values()
+    if isinstance(output, tuple | list):
+        return output
+    if is_dataclass(output):
+        return [getattr(output, field.name) for field in fields(output)]
+    return vars(output).values() if isinstance(output, Distribution) or is_known and hasattr(output, "__dict__") else ()
 
 
 def samples_first(x: Any, count: int) -> Any:

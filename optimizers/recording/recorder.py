@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.checkpoint import CheckpointError
 
 from curvature.linalg import stack, widen
 from curvature.losses import Injection, empirical, isotropic
@@ -98,8 +99,13 @@ class Recorder:
         return Tape(self.model, self.parameters()) if is_due else None
 
     def _done(self, tape: Tape, output: Any) -> None:
-        with self.monitor.timed("capture"), self.monitor.watching():
-            self.record(tape, output)
+        try:
+            with self.paused(), self.monitor.timed("capture"), self.monitor.watching():
+                self.record(tape, output)
+        except CheckpointError as error:  # it calls the model again, before it has seen the end of this call
+            raise RuntimeError(
+                f"{self.owner}: the model is called within checkpoint(...); call checkpoint within its forward"
+            ) from error
 
     def record(self, tape: Tape, output: Any) -> None:
         """Measure a recorded forward pass that returned `output`, or wait for its backward pass."""

@@ -252,6 +252,37 @@ def test_two_models_of_a_gan_do_not_disturb_each_other(make: Make) -> None:
     assert_same(*ends)
 
 
+def set_to_none(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def set_to_zero(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+ZEROED: dict[str, Callable[[nn.Module], None]] = {
+    "None by hand": set_to_none, "zeros by hand": set_to_zero,
+    "None": nn.Module.zero_grad, "zeros": lambda model: model.zero_grad(set_to_none=False),
+}  # fmt: skip
+
+
+@without_closure
+@pytest.mark.parametrize("zeroed", ZEROED.values(), ids=ZEROED)
+def test_passes_whose_gradients_are_zeroed_do_not_count(make: Make, zeroed: Callable[[nn.Module], None]) -> None:
+    """Those of a generator's turn, say."""
+    model, opt = started(make, **EXACT)
+    for _ in range(4):
+        backward(model, opt, 10 * X[:5], Y[:5], zero=False)
+        zeroed(model)
+        backward(model, opt, zero=False)
+        opt.step()
+        zeroed(model)
+    assert_same(model, reference(make, 4, **EXACT))
+
+
 @without_closure
 def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
     whole = here(nn.Sequential(net(), nn.Linear(3, 3)))

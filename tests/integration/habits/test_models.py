@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from optimizers import NaturalGradient
 from support.cases.case import Raw, seeded
 from support.habits import (
     EXACT,
@@ -31,6 +33,7 @@ from support.habits import (
     moved,
     net,
     reference,
+    started,
     train,
     without_closure,
 )
@@ -177,6 +180,19 @@ def test_activation_checkpointing_gives_the_same_run(make: Make) -> None:
     with pytest.raises(RuntimeError, match=r"net.0.weight is read within checkpoint.*use_reentrant=False"):
         train(model, make(model), x=X.clone().requires_grad_())
     assert torch._C._len_torch_function_stack() == 0
+
+
+@without_closure
+def test_a_checkpoint_around_the_model_gives_the_same_run_or_is_refused(make: Make) -> None:
+    """Rows of single samples are looked for within the call; they were those of another vector."""
+    model, opt = started(make)
+    call = functools.partial(checkpoint, model, use_reentrant=False)
+    if make is NaturalGradient:
+        with pytest.raises(RuntimeError, match=r"within checkpoint\(...\); call checkpoint within its forward"):
+            train(model, opt, 1, call=call)
+    else:
+        train(model, opt, 3, call=call)
+        assert_same(model, reference(make))
 
 
 @without_closure

@@ -124,6 +124,33 @@ def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make)
 
 
 @every_optimizer
+@pytest.mark.parametrize("keeps_old", [False, True], ids=["replaced", "beside the old ones"])
+def test_parameters_that_are_put_into_groups_by_hand_are_trained(make: Make, keeps_old: bool) -> None:
+    """A new layer takes the names of an old one, whose parameters may stay in their groups."""
+    model = net()
+    opt = make(model, groups=[{"params": [p for p in model.parameters() if p.ndim == 1]}])
+    weights, biases = opt.param_groups
+    train(model, opt, 2)
+    model[2] = here(nn.Linear(6, 3))
+    if keeps_old:  # a name is then in two groups
+        weights["params"] += model[2].parameters()
+    else:
+        weights["params"][:] = [p for p in model.parameters() if p.ndim == 2]
+        biases["params"][:] = [p for p in model.parameters() if p.ndim == 1]
+    before = copied(model)
+    train(model, opt, 2)
+    assert moved(model, before) == set(before) and "in no parameter group" not in opt.report()
+
+
+@every_optimizer
+def test_a_parameter_of_no_model_in_a_group_raises(make: Make) -> None:
+    model, opt = started(make)
+    opt.param_groups[0]["params"].append(nn.Parameter(here(torch.ones(3, 2))))
+    with pytest.raises(ValueError, match=r"shape \(3, 2\) is none of the model's"):
+        train(model, opt, 1)
+
+
+@every_optimizer
 def test_parameters_whose_name_changes_are_trained_on(make: Make) -> None:
     model, opt = started(make)
     train(model, opt, 2)

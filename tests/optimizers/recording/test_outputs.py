@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,12 @@ from support.habits import flat
 from support.running_blocks import rows_of
 from support.training import train
 
+
+class LogitsAndValue(NamedTuple):
+    logits: Tensor
+    value: Tensor
+
+
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
 FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
     "tuple": (lambda mean, scale: (mean, scale), lambda out: out),
@@ -32,6 +38,11 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
         lambda out: (out[0].loc, out[0].scale),
     ),
     "object": (lambda mean, scale: SimpleNamespace(mean=mean, scale=scale), lambda out: (out.mean, out.scale)),
+    "logits": (
+        lambda mean, scale: SimpleNamespace(twice=2 * mean, value=scale, logits=mean, loss=scale.sum()),
+        lambda out: (out.logits, out.value),
+    ),
+    "logits by name": (LogitsAndValue, lambda out: (out.logits, out.value)),
 }
 
 with seeded(0):
@@ -348,3 +359,12 @@ def test_gradients_of_zero_do_not_tell_the_axis_and_do_not_count(optimizer: Any,
         ends.append(flat(model))
     if first != "penalty" or optimizer is not NaturalGradient:  # whose rows of such a step are those for axis 1
         torch.testing.assert_close(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    model = perceptron(lambda z: torch.nested.as_nested_tensor([z[:5], z[5:]]), nn.Linear(4, 2))
+    opt = KFAC(model)
+    with pytest.raises(RuntimeError, match="nested tensor"):
+        model(X)
+    assert not opt.steps
