@@ -249,11 +249,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.team.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         states = {name: self.state[p] for name, p in trained.items()}
-        names = self.names()
         options: dict[str, dict[str, Any]] = {}
         for group in self.param_groups:  # a scheduler may keep tensors in them
             plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            options |= dict.fromkeys([names[id(p)] for p in group["params"]], plain)
+            options |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
         return StepContext(closure, trained, options, states, self.preconditioner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
