@@ -192,7 +192,6 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
     Raises:
         TypeError: `model` is not a module.
         ValueError: no parameter is called by one of the names.
-        RuntimeError: it was compiled inside the context.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
@@ -204,5 +203,3 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
         yield tape
     finally:
         listener.remove()
-    if listener.missed:
-        raise RuntimeError("capture: the model ran compiled; call torch.compile before the context begins, not in it")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributions import Distribution
 
 from curvature.functional import graph_nodes
@@ -107,12 +108,12 @@ def differentiable(output: Any) -> Iterator[Tensor]:
         return
     logits = list(differentiable(output.logits)) if hasattr(output, "logits") else []
     yield from logits
-    seen = set(graph_nodes(*(x.grad_fn for x in logits)))
+    seen = set(graph_nodes(*(get_gradient_edge(x).node for x in logits)))
     for x in itertools.chain.from_iterable(map(differentiable, _parts(output, bool(logits)))):
         if not logits:
             yield x
-        elif x.ndim and x.grad_fn not in seen:
-            new = set(graph_nodes(x.grad_fn)) - seen
+        elif x.ndim:
+            new = set(graph_nodes(get_gradient_edge(x).node)) - seen
             seen |= new
             if any(hasattr(node, "variable") for node in new):
                 yield x

@@ -352,3 +352,19 @@ def test_capture(how: Callable[[nn.Module], nn.Module]):
     vectors = draw(2, *output.shape)
     for b, c in zip(one.backprops(expected, vectors), two.backprops(output, vectors), strict=True):
         torch.testing.assert_close(b, c)
+
+
+def through_a_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+@pytest.mark.parametrize("how", [wrapped, compiled_in_place, through_a_function])
+def test_what_is_compiled_in_the_context_is_captured(how: Callable[[nn.Module], Callable[[Tensor], Tensor]]):
+    x, _ = batch(1)
+    plain, model = net(), net()
+    with curvature.capture(plain) as one:
+        plain(x)
+    with curvature.capture(model) as two:
+        call = how(model)
+        call(x), call(x)
+    assert [use.names for use in one.uses] * 2 == [use.names for use in two.uses]

@@ -80,6 +80,25 @@ def test_tensors_of_an_object_are_outputs(optimizer: Any, form: str) -> None:
 
 
 @OPTIMIZERS
+def test_a_parameter_beside_logits_is_an_output(optimizer: Any) -> None:
+    """As in a tuple, where it is returned as it is: it moved along its gradient."""
+    ends = []
+    for form in (lambda mean, scale: (mean, scale), lambda mean, scale: SimpleNamespace(logits=mean, scale=scale)):
+        with seeded(1):
+            model = Raw(lambda m, x: form(m.mean(x), m.scale), mean=nn.Linear(5, 2), scale=(2,)).double()  # noqa: B023
+        opt = optimizer(model)
+        for _ in range(4):
+            opt.zero_grad()
+            out = model(X)
+            mean, scale = out if isinstance(out, tuple) else (out.logits, out.scale)
+            ((mean - Y).square().mean() + (scale - 1).square().sum()).backward()
+            opt.step()
+        assert "mean of others" not in opt.report()
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@OPTIMIZERS
 def test_sparse_outputs_are_as_dense_ones(optimizer: Any) -> None:
     """Their last layer is not the one that makes the output as it is: what is sent back there is not copied."""
     ends = []
