@@ -79,7 +79,15 @@ def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | N
 
 def losses_of_parts(batch: Batch, output: Any) -> Tensor:
     """The loss (N,) of every sample's part of the output; ValueError where it is not known which part that is."""
-    return _losses_of_parts(batch, output, batch.is_by_entry(output))
+    is_by_entry, dim = batch.is_by_entry(output), batch.dims[1]
+    opaque = "" if is_by_entry else _without_axis(batch, output)
+    if opaque:
+        raise ValueError(
+            f"model: its forward pass draws random numbers (dropout?), and {opaque}; return a tensor, or a tuple, dict "
+            f"or dataclass of tensors with the samples along axis {dim}, or a list with an entry for each sample, or "
+            "call model.eval()"
+        )
+    return _losses_of_parts(batch, output, is_by_entry)
 
 
 def _losses_of_parts(batch: Batch, output: Any, is_by_entry: bool) -> Tensor:
@@ -89,21 +97,27 @@ def _losses_of_parts(batch: Batch, output: Any, is_by_entry: bool) -> Tensor:
 
 def _along_axis(batch: Batch, output: Any) -> Callable[[int], Any]:
     """Makes the part of a sample of the tensors in an output; ValueError where these lack an axis of samples."""
-    dim, count = batch.dims[1], batch.count
-    has_samples = lambda t: t.ndim > dim and t.shape[dim] > 0 and t.shape[dim] % count == 0
+    opaque = _without_axis(batch, output)
+    if opaque:
+        raise ValueError(opaque)
+    rows = lambda t, n: t.unflatten(batch.dims[1], (batch.count, -1)).select(batch.dims[1], n)
+    return lambda n: map_tensors(lambda t: rows(t, n) if _has_samples(batch, t) else t, output)
+
+
+def _without_axis(batch: Batch, output: Any) -> str:
+    """Why the samples of an output cannot be told apart; "" where all tensors with a gradient have their axis."""
     for leaf in _leaves(output):
         what = "" if isinstance(leaf, Tensor | int | float | str | None) else f"holds {kind_of(leaf)}"
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not has_samples(leaf):
-            what = f"holds one of shape {tuple(leaf.shape)}, without {count} samples along axis {dim}"
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not _has_samples(batch, leaf):
+            what = f"holds one of shape {tuple(leaf.shape)}, without {batch.count} samples along axis {batch.dims[1]}"
         if what:
-            raise ValueError(
-                f"model: its forward pass draws random numbers (dropout?), and its output, {kind_of(output)}, {what}, "
-                "so that nobody knows which part of it was a sample's in this pass; return a tensor, or a tuple, dict "
-                f"or dataclass of tensors with the samples along axis {dim}, or a list with an entry for each sample, "
-                "or call model.eval()"
-            )
-    rows = lambda t, n: t.unflatten(dim, (count, -1)).select(dim, n)
-    return lambda n: map_tensors(lambda t: rows(t, n) if has_samples(t) else t, output)
+            return f"its output, {kind_of(output)}, {what}, so that nobody knows which part of it is a sample's"
+    return ""
+
+
+def _has_samples(batch: Batch, t: Tensor) -> bool:
+    dim = batch.dims[1]
+    return t.ndim > dim and t.shape[dim] > 0 and t.shape[dim] % batch.count == 0
 
 
 def _require_apart_in_loss(batch: Batch, output: Any) -> None:

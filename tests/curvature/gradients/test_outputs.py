@@ -1,6 +1,7 @@
 """Outputs that are no tensor: a loss that takes them has exact per-sample gradients; matrices say what to return."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,6 +138,16 @@ def test_rows_are_of_the_pass_of_the_same_seed(name: str) -> None:
         with seeded(3):
             h = F.dropout(x, 0.5)
         same(rows, rows_of(model, [loss(inner(h[n : n + 1]), y[n : n + 1]) for n in range(N)]))
+
+
+def test_the_log_says_why_samples_may_meet_in_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that the model returns has no axis of samples, and no random numbers are to blame."""
+    inner, _, x, y = problem("dataclass")
+    model = Raw(lambda m, x, y: {"loss": gaussian(m.inner(x), y)}, inner=inner)
+    caplog.set_level(logging.INFO, "curvature")
+    curvature.per_sample_gradients(model, lambda output, _: output["loss"], (x, y), y)
+    assert "not tried whether samples meet in the loss: its output" in caplog.text
+    assert "random numbers" not in caplog.text
 
 
 def growing(m: Any, x: Tensor) -> Any:
