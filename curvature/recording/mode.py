@@ -159,7 +159,8 @@ class RecordingMode(TorchFunctionMode):
 
     def _note_mixing(self, args: Any, kwargs: Any) -> None:
         bound = RULES[F.batch_norm].bind(F.batch_norm, args, kwargs)
-        if not uses_running_statistics(bound, "training"):
+        is_of_data = isinstance(bound["input"], Tensor) and self._are_data([bound["input"]])  # else of a weight
+        if is_of_data and not uses_running_statistics(bound, "training"):
             node = self.nodes.get(id(bound.get("weight")))
             mean = bound.get("running_mean")
             of_mean = next((name for name, x in self.model.named_buffers() if x is mean), "")

@@ -253,6 +253,7 @@ def functional_cases() -> Iterator[Case]:
     yield raw("conv1d", lambda m, x: F.conv1d(x, m.w, m.b, padding=1).tanh(), floats(2, 5), w=(3, 2, 3), b=(3,))
     yield raw("conv2d_flipped", lambda m, x: F.conv2d(x, m.w.flip(2, 3)).tanh(), floats(2, 5, 4), w=(3, 2, 3, 3))
     yield raw("conv_standardised", standardised, floats(2, 5), w=(3, 2, 3))
+    yield raw("conv_standardised_by_batch_norm", by_batch_norm, floats(2, 5), w=(3, 2, 3), gain=(3,))
     yield raw("layer_norm", lambda m, x: F.layer_norm(x, (4,), m.w, m.b), floats(3, 4), w=(4,), b=(4,))
     yield raw("embedding", lambda m, x: F.embedding(x, m.w).tanh(), indices(5, 3), w=(5, 2))
     negative = lambda m, x: F.embedding(x, m.w, padding_idx=-2).tanh()  # the module would have made it positive
@@ -268,6 +269,12 @@ def functional_cases() -> Iterator[Case]:
 def standardised(m: nn.Module, x: Tensor) -> Tensor:
     mean, deviation = m.w.mean((1, 2), keepdim=True), m.w.std((1, 2), keepdim=True)
     return F.conv1d(x, (m.w - mean) / deviation).tanh()
+
+
+def by_batch_norm(m: nn.Module, x: Tensor) -> Tensor:
+    """The rows of the weight are the channels of one sample: no samples meet."""
+    rows = F.batch_norm(m.w.flatten(1)[None], None, None, m.gain, training=True)
+    return F.conv1d(x, rows.view_as(m.w)).tanh()
 
 
 def attend(m: nn.Module, x: Tensor) -> Tensor:
