@@ -57,6 +57,24 @@ def instance_norm(
     return formulas.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
+class ContiguousNorms(TorchFunctionMode):
+    """A context in which batch and instance norms have right gradients on a CPU where an axis has a single entry.
+
+    Strides do not tell channels that come last from others there, as in a batch of one sample. Torch's backward pass
+    then reads the input in one order and what comes back in the other, as of a model that makes tokens of pixels.
+    """
+
+    functions: ClassVar = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = (args[0] if args else kwargs.get("input")) if func in self.functions else None
+        if not isinstance(x, Tensor) or x.device.type != "cpu" or x.ndim < 4 or 1 not in (*x.shape[:1], *x.shape[2:]):
+            return func(*args, **kwargs)
+        out = func(x.contiguous(), *args[1:], **{name: given for name, given in kwargs.items() if name != "input"})
+        return out.reshape(-1).reshape(out.shape)  # what comes back is copied on the way
+
+
 class ExactNorms(TwiceDifferentiable):
     """A context in which norms have correct derivatives of any order; for the rest it is `TwiceDifferentiable`.
 

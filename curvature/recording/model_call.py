@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
+from curvature.functional import ContiguousNorms
+
 TURNS = RLock()
 ORDER = " (the order is model, loss, data)"
 REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
@@ -93,15 +95,16 @@ def logits(output: Any) -> Any:
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Run the model on a tensor or packed sequence, or on `as_arguments`: a tuple of positional ones or a dict."""
-    if isinstance(x, Mapping):
-        try:
-            return model(**x)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
-            raise TypeError(f"{error}. {what}") from error
-    return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
+    with ContiguousNorms():
+        if isinstance(x, Mapping):
+            try:
+                return model(**x)
+            except TypeError as error:
+                if "unexpected keyword argument" not in str(error):
+                    raise
+                what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
+                raise TypeError(f"{error}. {what}") from error
+        return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
 
 
 def as_arguments(model: Callable[..., Any], x: Mapping[str, Any]) -> Any:
