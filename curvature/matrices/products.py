@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import TwiceDifferentiable, own_functions
+from curvature.functional import TwiceDifferentiable, dtypes_of_graph, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import contradicts_differences, full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
@@ -358,15 +358,23 @@ def _contradicts_differences(given: Batch) -> bool:
 
 @full_precision()
 def require_symmetric(space: Space, passes: Repeated) -> None:
-    """Refuse a Hessian that is not symmetric, up to rounding in the least precise dtype: torch has some wrong."""
+    """Refuse a Hessian that is not symmetric, up to rounding in the least precise dtype: torch has some wrong.
+
+    A model in double precision may compute a part of its layers in single, as many norms of language models do.
+    """
     parameters = list(passes.source.model.parameters())
     kinds = {p.dtype for p in parameters if p.is_floating_point()}
     devices = {p.device.type for p in parameters}
     kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
-    rounding = max(torch.finfo(kind).eps for kind in kinds)
+
+    def prepare(run: RecordedBatch, is_single: bool) -> BatchProduct:
+        kinds.update(dtypes_of_graph(run.output))
+        return through_complete_gradient(run, is_single)
+
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
-    found = matmul(probes.T, passes.times(through_complete_gradient, probes))
+    found = matmul(probes.T, passes.times(prepare, probes))
+    rounding = max(torch.finfo(kind).eps for kind in kinds)
     if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
         raise RuntimeError(
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "

@@ -445,6 +445,22 @@ def test_a_second_derivative_that_is_wrong_is_seen_beside_a_sure_classifier() ->
         curvature.hessian(model, ENTROPY, (x, y)).to_dense()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_hessian_of_a_model_in_double_precision_whose_norms_compute_in_single(seed: int) -> None:
+    def norm(h: Tensor, dtype: torch.dtype) -> Tensor:
+        narrow = h.to(dtype)
+        return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
+
+    torch.manual_seed(seed)
+    layers = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 3)}
+    x, y = torch.randn(4, 4).double(), torch.arange(4) % 3
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = Raw(lambda m, x, d=dtype: m.c(norm(F.silu(m.b(norm(m.a(x), d))), d)), **layers).double()
+        found.append(curvature.hessian(model, ENTROPY, (x, y)).to_dense())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("used_before", [False, True])
 def test_weights_that_are_cached(used_before: bool) -> None:
     """Inside ``parametrize.cached()`` a computed weight is kept with its graph."""
