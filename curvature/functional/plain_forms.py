@@ -68,11 +68,15 @@ def is_checkpointed() -> bool:
 def traceable_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The body of a function of torch.nn.functional, whose inner calls reach the mode; None for any other function.
 
-    It hands itself over as a whole as long as ``has_torch_function`` is true; here that answer is fixed to false.
+    It hands itself over as a whole as long as ``has_torch_function`` is true; here that answer is fixed to false. Of
+    one that chooses between two functions, as ``F.max_pool2d`` does, both run as their bodies.
     """
     if not isinstance(func, types.FunctionType) or func.__module__ != "torch.nn.functional":
         return None
     answers = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
-    return types.FunctionType(
-        func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__, func.__closure__
-    )
+    closure = func.__closure__ and tuple(types.CellType(_body_or_self(cell.cell_contents)) for cell in func.__closure__)
+    return types.FunctionType(func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__, closure)
+
+
+def _body_or_self(content: Any) -> Any:
+    return (traceable_body(content) if isinstance(content, types.FunctionType) else None) or content

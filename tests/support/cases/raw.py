@@ -259,6 +259,7 @@ def functional_cases() -> Iterator[Case]:
     negative = lambda m, x: F.embedding(x, m.w, padding_idx=-2).tanh()  # the module would have made it positive
     yield raw("embedding_padding_negative", negative, indices(5, 3), w=(5, 2))
     yield raw("cosine", lambda m, x: F.linear(F.normalize(x, dim=-1), F.normalize(m.w, dim=1)), floats(4), w=(3, 4))
+    yield raw("pooled", lambda m, x: F.linear(x, F.max_pool1d(m.w, 2)).tanh(), floats(3), w=(5, 6))
     yield raw("attention", attend, floats(5, 4), query=(3, 4), key=(2, 4))
     yield raw("grid", lambda m, x: m.p.expand(len(x), -1, -1).cumsum(1) * x, floats(3, 2), p=(3, 1))
     yield Case("raw_tied", lambda: Raw(tied, w=(5, 4)), indices(5, 3), token_loss, tokens)
