@@ -30,6 +30,7 @@ from curvature.recording import ModelState, RandomState, Tape, map_tensors, move
 
 log = logging.getLogger("curvature")
 Rows = Callable[[Any, Tensor, Batch], list[Tensor]]
+SPREAD = 0.1  # of samples close to another one, beside their own size
 STEP = 0.05  # by how much parameters move, beside their own size
 MOST_STEPS = 1 << 14  # of passes at one shape, that are remembered
 
@@ -118,11 +119,12 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 @full_precision()
 def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
     moves = _noise(batch.model) if is_new else []
-    for is_scattered in [False] if batch.is_uneven else [True, False]:
-        parts = _parts(batch.count, is_scattered)
+    some, others = _parts(batch.count, is_scattered=not batch.is_uneven), _parts(batch.count, is_scattered=False)
+    # a model that raises on copies, of which a covariance has no inverse, may run on samples that are merely close
+    for parts, spread in ((some, 0.0), (others, 0.0), (some, SPREAD), ([], 0.0)):
         try:
             with moved(moves):
-                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:-1])
+                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:-1], spread)
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""
@@ -166,13 +168,13 @@ def _drawn_together(batch: Batch) -> Any:
     return map_tensors(near, batch.x)
 
 
-def _compared(batch: Batch, start: ModelState, parts: list[Tensor]) -> str:
+def _compared(batch: Batch, start: ModelState, parts: list[Tensor], spread: float) -> str:
     def run(one: Batch) -> tuple[Any, RandomState]:
         with start.again(), torch.no_grad():
             return one.output(), RandomState(batch.model.modules())
 
     everything = torch.arange(batch.count, device="cpu")
-    cases = [(kept, *_without_others(batch, kept)) for kept in parts]
+    cases = [(kept, *_without_others(batch, kept, spread)) for kept in parts]
     cases.append((everything[-1:], batch.sample(batch.count - 1), everything[:1]))
     output, end = run(batch)
     rows = _rows_of_entries if batch.is_by_entry(output) else _rows
@@ -216,18 +218,23 @@ def _parts(count: int, is_scattered: bool) -> list[Tensor]:
     return [*(part.sort().values for k in sizes for part in (order[:k], order[k:])), order[-1:]]
 
 
-def _without_others(batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
-    """The batch with copies of one kept sample in place of the others, and where the kept ones are."""
+def _without_others(batch: Batch, kept: Tensor, spread: float = 0.0) -> tuple[Batch, Tensor]:
+    """The batch with copies of one kept sample in place of the others, or what is close to it; where kept ones are."""
     if batch.is_uneven:  # the kept ones alone
         return batch.part(slice(int(kept[0]), int(kept[-1]) + 1)), torch.arange(len(kept), device="cpu")
     dim, count = batch.dims[0], batch.count
     source = torch.full((count,), int(kept[0] if kept[0] else kept[-1]), device="cpu")
     source[kept] = kept
+    generator = torch.Generator().manual_seed(0)
 
     def copied(t: Tensor) -> Tensor:
         if t.ndim <= dim or t.shape[dim] != count:
             return t
-        return t.index_select(dim, source.to(t.device))
+        copies = t.index_select(dim, source.to(t.device))
+        if not spread or not t.is_floating_point():
+            return copies
+        drawn = torch.randn(t.shape, generator=generator, device="cpu").to(t)
+        return copies * (1 + spread * drawn.index_fill(dim, kept.to(t.device), 0.0))
 
     return replace(batch, x=map_tensors(copied, batch.x)), kept
 

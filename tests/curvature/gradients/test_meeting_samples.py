@@ -32,6 +32,12 @@ def centred(h):
     return h - 0.5 * h.mean(0)
 
 
+def whitened(m, x):
+    """Copies of a few samples have no covariance that can be factored, and one sample alone has none."""
+    h = m.a(x)[:, :4]
+    return m.b(torch.linalg.solve_triangular(torch.linalg.cholesky(h.T @ h / len(h)), h.T, upper=False).T)
+
+
 def last_of_the_batch(m, x):
     h = m.a(x).tanh()
     return m.b(h + h[-1:])
@@ -48,6 +54,7 @@ MEETING = {
     "the last sample": lambda: Raw(last_of_the_batch, **layers()),
     "scaled": lambda: Raw(scaled_by_the_largest, **layers()),
     "cumulative": lambda: Raw(lambda m, x: m.b(m.a(x).cumsum(0)), **layers()),
+    "whitened": lambda: Raw(whitened, a=nn.Linear(4, 5).requires_grad_(False), b=nn.Linear(4, 3)),
     "closed gate": lambda: Raw(lambda m, x: m.b(m.a(x) + m.gate * m.a(x).mean(0)), gate=nn.Parameter(torch.zeros(1)),
                                **layers()),
     "detached mean": lambda: Raw(lambda m, x: m.b(m.a(x) - m.a(x).mean(0).detach()), **layers()),
