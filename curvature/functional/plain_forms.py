@@ -34,18 +34,32 @@ def _shares_learnt_mask(query: Tensor, key: Tensor, *args: Any, **options: Any) 
     return mask.shape != scores and torch.broadcast_shapes(mask.shape, scores) == scores
 
 
+def _layer_norm(
+    input: Tensor, normalized_shape: list[int], weight: None = None, bias: Tensor | float = 0.0, eps: float = 1e-5
+) -> Tensor:
+    """With a bias and no weight: torch cannot differentiate the backward pass of the fused kernel of these."""
+    return F.layer_norm(input, normalized_shape, eps=eps) + bias
+
+
+def _has_bias_alone(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> bool:
+    return weight is None and bias is not None
+
+
 PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT,
     # the fused kernel has wrong second derivatives: a Hessian through it is not symmetric
     torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
     F.scaled_dot_product_attention: _attention,
+    F.layer_norm: _layer_norm,
 }
 
 
 def plain_form(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """The plain form of a fused function; None for packed sequences, and attention without a learnt mask to expand.
+    """The plain form of a fused function; None for packed sequences, and calls that are right as they are.
 
     Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
@@ -54,6 +68,8 @@ def plain_form(
         return None
     if function is F.scaled_dot_product_attention:
         has_one = _shares_learnt_mask(*args, **kwargs)
+    elif function is F.layer_norm:
+        has_one = _has_bias_alone(*args, **kwargs)
     else:
         has_one = len(args) != 9 or not isinstance(args[3], tuple | list)
     return PLAIN_FORMS[function] if has_one else None

@@ -255,6 +255,8 @@ def functional_cases() -> Iterator[Case]:
     yield raw("conv_standardised", standardised, floats(2, 5), w=(3, 2, 3))
     yield raw("conv_standardised_by_batch_norm", by_batch_norm, floats(2, 5), w=(3, 2, 3), gain=(3,))
     yield raw("layer_norm", lambda m, x: F.layer_norm(x, (4,), m.w, m.b), floats(3, 4), w=(4,), b=(4,))
+    bias_alone = lambda m, x: F.layer_norm(x @ m.w, (4,), bias=m.b).tanh()
+    yield raw("layer_norm_bias_alone", bias_alone, floats(3, 5), w=(5, 4), b=(4,))
     yield raw("embedding", lambda m, x: F.embedding(x, m.w).tanh(), indices(5, 3), w=(5, 2))
     negative = lambda m, x: F.embedding(x, m.w, padding_idx=-2).tanh()  # the module would have made it positive
     yield raw("embedding_padding_negative", negative, indices(5, 3), w=(5, 2))
