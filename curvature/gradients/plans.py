@@ -190,7 +190,7 @@ def learn(
     failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
     _log_general(tape, failed)
     plan = Plan(layouts, failed)
-    if are_certain:
+    if all(are_certain):
         keep_plan(model, key, tape, plan)
     return plan, backprops
 
@@ -329,16 +329,16 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     return _experiment(tape, output, sample_dim)[0]
 
 
-def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[Layout | None] | None:
-    """`sample_layouts` of the uses asked for; None if more than one axis fits one, as below a last layer of zeros."""
-    layouts, is_certain = _experiment(tape, output, 0, asked)
-    return layouts if is_certain else None
+def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> dict[int, Layout | None]:
+    """`sample_layouts` by index of the uses asked for, save those that several axes fit, as below a layer of zeros."""
+    layouts, are_certain = _experiment(tape, output, 0, asked)
+    return {k: layouts[k] for k, is_asked in enumerate(asked) if is_asked and are_certain[k]}
 
 
 @full_precision()
 def _experiment(
     tape: Tape, output: Tensor, sample_dim: int, asked: Sequence[bool] | None = None
-) -> tuple[list[Layout | None], bool]:
+) -> tuple[list[Layout | None], list[bool]]:
     """`find_layouts` of two backward passes; of all uses, or of those that are asked for."""
     count = output.shape[sample_dim]
     generator = torch.Generator(output.device).manual_seed(0)
@@ -349,8 +349,8 @@ def _experiment(
     backprops, weighted_backprops = (tape.gradients([output], [v]) for v in (vector, weighted))
     if asked is not None:
         backprops = [b if is_asked else None for b, is_asked in zip(backprops, asked, strict=True)]
-    layouts, is_certain = find_layouts(backprops, weighted_backprops, weights)
-    return [next(iter(at_use), None) for at_use in layouts], is_certain
+    layouts, are_certain = find_layouts(backprops, weighted_backprops, weights)
+    return [next(iter(at_use), None) for at_use in layouts], are_certain
 
 
 def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
@@ -371,12 +371,12 @@ def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
 def find_layouts(
     backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None], weights: Tensor,
     known: Sequence[Sequence[Layout]] | None = None,
-) -> tuple[list[list[Layout]], bool]:  # fmt: skip
+) -> tuple[list[list[Layout]], list[bool]]:  # fmt: skip
     """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
     With a single sample, whose entries they all are, all axes do, those of size one first. All are returned: the rule
     of the layer takes the first that holds none of its features, as it would with many samples. `known` are the
-    candidates of each use, if not all `candidate_axes`. Also returns whether no other candidates do, of no use (of a
+    candidates of each use, if not all `candidate_axes`. Also returns for every use whether no other candidates do (of a
     single sample, whether there are gradients).
     """
     count, floor = len(weights), noise_floor(weighted)
@@ -405,9 +405,9 @@ def find_layouts(
             asked += [*limits, *(_error(layout, b, bw, weights) for layout in candidates)]
     told = iter([float(x) for x in to_host(asked)])
     if count == 1:
-        return tried, all(told)
+        return tried, [None in pair or bool(next(told)) for pair in zip(backprops, weighted, strict=True)]
     fits = [_fitting(layouts, [next(told) for _ in range(3 + len(layouts))]) if layouts else [] for layouts in tried]
-    return [layouts[:1] for layouts in fits], all(len(layouts) <= 1 for layouts in fits)
+    return [layouts[:1] for layouts in fits], [len(layouts) <= 1 for layouts in fits]
 
 
 def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:

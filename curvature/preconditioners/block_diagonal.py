@@ -136,7 +136,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Find by experiment the axes of samples that sizes leave open, once for each use.
 
         What layers do to the outputs together, and the squares of EKFAC, depend on them: `nn.MultiheadAttention` folds
-        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again; one of a
+        tokens and samples in this order into one axis. A use whose gradients do not tell is asked again; a pass of a
         single sample says nothing.
         """
         keyed = _keyed(tape)
@@ -145,9 +145,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         for x in tensors if any(new) else ():
             with without_autocast([x.device]):
                 found = certain_layouts(tape, x, new)
-            for (key, _), is_new, layout in zip(keyed, new, found or [None] * len(new), strict=True):
-                if is_new and found is not None:
-                    self.axes[key] = layout or self.axes.get(key)
+            for k, layout in found.items():
+                key, _ = keyed[k]
+                self.axes[key] = layout or self.axes.get(key)
 
     def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
         """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample."""

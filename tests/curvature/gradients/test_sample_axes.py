@@ -50,7 +50,7 @@ def test_layouts_are_found_among_equal_sizes(count, device):
 
 def find_layout(b: Tensor, weighted: Tensor, weights: Tensor) -> tuple[list[Layout], bool]:
     """Of a single use."""
-    (layouts,), certain = find_layouts([b], [weighted], weights)
+    (layouts,), (certain,) = find_layouts([b], [weighted], weights)
     return layouts, certain
 
 
@@ -83,7 +83,7 @@ def test_weak_backprops_have_their_own_digits():
     b, noise, strong = torch.randn(3, 3), torch.randn(3, 3), torch.full((3, 1), 1e8)
     for weighted, dim, is_certain in [(weights[:, None] * b, 0, True), (b * weights, 1, True), (noise, 0, False)]:
         found = find_layouts([b, strong], [weighted, weights[:, None] * strong], weights)
-        assert found == ([[(dim, 1, 3, 1)], [(0, 1, 3, 1)]], is_certain)
+        assert found == ([[(dim, 1, 3, 1)], [(0, 1, 3, 1)]], [is_certain, True])
 
 
 def test_a_deep_narrow_network_is_learnt_once(device):

@@ -37,6 +37,11 @@ def cut(m: nn.Module, x: Tensor) -> Tensor:
     return m.two(m.one(h).tanh()).unflatten(0, (2, len(x), -1)).sum((0, 2))
 
 
+def shut(m: nn.Module, x: Tensor) -> Tensor:
+    """No gradient ever comes to a layer behind a gate that is zero."""
+    return fold(m, x) + 0.0 * m.three(x).sum(1)
+
+
 two_layers = lambda: {"one": nn.Linear(6, 5), "two": nn.Linear(5, 3)}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch first": lambda: attention(True),
@@ -74,6 +79,7 @@ def test_changes_of_samples_are_aligned(
 def test_gradients_that_vanish_and_samples_in_the_middle_of_an_axis(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_last_changes(make, last_layer_of_zeros, [(8, 4)] * 3, monkeypatch)
     check_last_changes(make, lambda: Raw(cut, **two_layers()), [(6, 4), (5, 8)], monkeypatch)
+    check_last_changes(make, lambda: Raw(shut, **two_layers(), three=nn.Linear(6, 3)), [(4, 4)] * 3, monkeypatch)
 
 
 def check_last_changes(make: Any, build: Any, batches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
