@@ -116,7 +116,7 @@ class Listener:
         recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model()), (args, kwargs)), ExitStack()
         self.running.append(Call(sys._getframe(1), recorder, contexts))
         if is_submodule:
-            self._note_call(type(module).__name__, tensors_in(args, kwargs))
+            self._note_call(self._name_of(module), tensors_in(args, kwargs))
         else:
             self._leave_submodules()
         self.may_be_compiled = any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
@@ -140,13 +140,18 @@ class Listener:
 
     def _note_call(self, name: str, inputs: list[Tensor]) -> None:
         """If a submodule continues with what another has returned, neither output is the model's."""
-        if self.last_called and any(x.grad_fn is not None for x in inputs):
+        if self.last_called and not self.problem and any(x.grad_fn is not None for x in inputs):
             self.problem = (
                 f"{name}: called with the result of {self.last_called}, both outside a forward pass "
                 "of the model that the optimizer was given, so its output is not known; call them in its forward and "
-                "call that"
+                "call that, or give the optimizer a module whose forward calls the method of the model that calls them"
             )
         self.last_called = name
+
+    def _name_of(self, submodule: nn.Module) -> str:
+        model = self.model()
+        modules = () if model is None else model.named_modules()
+        return next((name for name, module in modules if module is submodule), type(submodule).__name__)
 
     def _hooks_on(self, modules: Iterable[nn.Module]) -> list[Any]:
         options: Any = {"prepend": True, "with_kwargs": True}

@@ -241,8 +241,51 @@ class Chained(Classifier):
 @pytest.mark.filterwarnings("ignore")
 def test_parts_called_one_after_the_other_are_refused():
     """Their last output is not known beforehand; the network is not what was called."""
-    with pytest.raises(RuntimeError, match="Linear: called with the result of Linear.*forward"):
+    with pytest.raises(RuntimeError, match=r"model\.\d: called with the result of model\.0.*forward"):
         fitted(Chained(KFAC, "self"))
+
+
+class Policy(nn.Module):
+    """As in reinforcement learning, where the loop calls another method than ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.actions, self.value = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.features(x).tanh()
+        return self.actions(h), self.value(h)
+
+
+class Evaluation(nn.Module):
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy, self.method = policy, policy.evaluate
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.method(x)
+
+
+def test_a_method_is_trained_through_a_module_that_calls_it():
+    def trained(optimized: nn.Module, called: Any) -> tuple[Any, Any]:
+        opt = KFAC(optimized)
+        for _ in range(2):
+            logits, value = called(samples()[:4][0])
+            opt.zero_grad()
+            (logits.logsumexp(1) + value[:, 0].square()).mean().backward()
+            opt.step()
+        return opt, [p.detach().clone() for p in optimized.parameters()]
+
+    torch.manual_seed(0)
+    policy = Policy()
+    with pytest.raises(
+        RuntimeError, match="actions: called with the result of features.*whose forward calls the method"
+    ):
+        trained(policy, policy.evaluate)
+    evaluation = Evaluation(policy)
+    policy.__dict__["evaluate"] = evaluation  # so that the loop stays as it is
+    opt, _ = trained(evaluation, policy.evaluate)
+    assert {block.structure for block in opt.store.blocks} == {"kronecker"} and len(opt.store.blocks) == 3
 
 
 @pytest.mark.filterwarnings("ignore")
