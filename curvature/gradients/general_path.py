@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributions import Distribution
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -27,7 +27,7 @@ from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
 from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
-from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
+from curvature.recording import ModelState, Tape, call_model, call_with, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -233,7 +233,7 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
         # each chunk begins from the same
         held.update({k: b.detach().clone() for k, b in buffers.items()})
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
-        run = lambda *args, **kwargs: functional_call(batch.model, held | values, args, kwargs)
+        run = lambda *args, **kwargs: call_with(batch.model, held | values, args, kwargs)
         return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
     each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)

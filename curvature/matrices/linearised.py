@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp, vmap
+from torch.func import jvp, vmap
 
 from curvature.functional import TwiceDifferentiable, graph_nodes
 from curvature.gradients import Batch, RefuseNewData, batched_vjp, complete_changes
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, Tape, Use
+from curvature.recording import ModelState, Tape, Use, call_with
 
 log = logging.getLogger("curvature")
 ROUNDINGS = 100  # relative difference from two backward passes, in units of rounding
@@ -80,7 +80,7 @@ class ForwardMode:
             return _each(one, directions)
 
     def _output(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        stand_in: Any = lambda *args, **kwargs: functional_call(self.batch.model, dict(parameters), args, kwargs)
+        stand_in: Any = lambda *args, **kwargs: call_with(self.batch.model, parameters, args, kwargs)
         return replace(self.batch, model=stand_in).output()
 
 

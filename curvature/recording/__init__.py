@@ -21,6 +21,7 @@ from curvature.recording.model_call import (
     RandomState,
     as_arguments,
     call_model,
+    call_with,
     force_eager,
     fresh_random_numbers,
     in_turn,
@@ -37,8 +38,8 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, strea
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "RecordingMode", "Tape", "Use",
-    "as_arguments", "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_dtypes",
-    "graph_leaves", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved", "preserve_state",
-    "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in", "trained_parameters",
-    "unwrap_compiled", "warn_once",
+    "as_arguments", "call_model", "call_with", "capture", "force_eager", "fresh_random_numbers", "graph_bytes",
+    "graph_dtypes", "graph_leaves", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
+    "preserve_state", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
+    "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

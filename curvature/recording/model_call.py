@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -105,6 +106,17 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
                 what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
                 raise TypeError(f"{error}. {what}") from error
         return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """`torch.func.functional_call`, which leaves its tensors in a module that the model holds under two names."""
+    owners: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
+    held = [dict(own) for own in owners]
+    try:
+        return functional_call(model, dict(tensors), args, kwargs)
+    finally:
+        for own, before in zip(owners, held, strict=True):
+            own.update(before)
 
 
 def as_arguments(model: Callable[..., Any], x: Mapping[str, Any]) -> Any:

@@ -62,6 +62,20 @@ def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pyte
     assert {plan.loop for plan in PLANS[model].values()} == {is_wrong}
 
 
+def test_a_module_that_the_model_holds_twice_keeps_its_parameters() -> None:
+    """`torch.func.functional_call` does not give them back."""
+    with seeded(0):
+        model, x, y = problem()
+        model.layer = nn.Linear(4, 4).double()
+        model.again = nn.Sequential(model.layer, nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+        model.norm = model.again[1]
+    whole = nn.Sequential(model, model.again)
+    held = [*whole.parameters(), *whole.buffers()]
+    found = curvature.per_sample_gradients(whole, nn.MSELoss(), x, y[:, :2])
+    assert [id(t) for t in held] == [id(t) for t in (*whole.parameters(), *whole.buffers())]
+    torch.testing.assert_close(found, oracle.per_sample_gradients(whole, nn.MSELoss(), x, y[:, :2]))
+
+
 def test_the_log_says_what_torch_does_not_let_it_see(caplog: pytest.LogCaptureFixture) -> None:
     model = Raw(lambda m, x: Doubled.apply(x, m.hidden), hidden=(3,))
     curvature.per_sample_norms(model, nn.MSELoss(), torch.randn(5, 3), torch.randn(5, 3))
