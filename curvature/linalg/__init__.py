@@ -40,7 +40,7 @@ from curvature.linalg.devices import (
     widen,
     widest,
 )
-from curvature.linalg.differences import contradicts_differences, hides_second_derivatives
+from curvature.linalg.differences import agrees_with_differences, contradicts_differences, hides_second_derivatives
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.precision import (
     PRODUCTS,
@@ -54,11 +54,11 @@ from curvature.linalg.precision import (
 )
 
 __all__ = [
-    "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device", "careful_spd_inverse", "cat",
-    "cholesky", "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async", "count_recovery",
-    "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "full_precision", "hides_second_derivatives",
-    "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor", "own_precision", "product_rounding",
-    "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance", "stack", "symmetric_eigh",
-    "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose", "try_spd_inverse",
-    "widen", "widest", "without_autocast",
+    "agrees_with_differences", "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device",
+    "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async",
+    "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "full_precision",
+    "hides_second_derivatives", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor",
+    "own_precision", "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite",
+    "rounding_tolerance", "stack", "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host",
+    "try_cholesky", "try_decompose", "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

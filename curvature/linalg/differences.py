@@ -16,7 +16,7 @@ from torch import Tensor
 from curvature.linalg.devices import cat, stack
 
 STEP = 1e-6  # the shorter length, of the size of the point in units of the direction
-ROUGHLY = 0.02
+ROUGHLY, CLOSELY = 0.02, 1e-4
 
 
 def hides_second_derivatives(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> bool:
@@ -32,6 +32,30 @@ def contradicts_differences(
 
     The product is that of a scalar function with a direction of each of its leaves.
     """
+    product, slope, slopes, size = _product_and_slopes(function, leaves, directions)
+    (_, wide), (found, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
+    if (found - slope).abs() > ROUGHLY * slope.abs():
+        return False
+    off = (narrow - product).norm()
+    if not (off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off):
+        return False
+    _, between = slopes(1.4 * STEP * size)  # of a few entries, rounding errors may be alike once
+    return bool((between - narrow).norm() < 0.1 * off)
+
+
+def agrees_with_differences(
+    function: Callable[[], Tensor], leaves: Sequence[Tensor], directions: Sequence[Tensor]
+) -> bool:
+    """Whether the product is surely the slope of gradients."""
+    product, _, slopes, size = _product_and_slopes(function, leaves, directions)
+    _, narrow = slopes(STEP * size)
+    return bool((narrow - product).norm() <= CLOSELY * narrow.norm())
+
+
+def _product_and_slopes(
+    function: Callable[[], Tensor], leaves: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Callable[[float], tuple[Tensor, Tensor]], float]:
+    """Hessian times direction, the slope along it, both by differences at a length, and the size of the point."""
     differentiate = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
     joined = lambda tensors: cat(x.detach().flatten() for x in tensors)
     start = [x.detach().clone() for x in leaves]
@@ -50,11 +74,4 @@ def contradicts_differences(
         (up, after), (down, before) = near(length), near(-length)
         return (up - down) / (2 * length), (after - before) / (2 * length)
 
-    (_, wide), (found, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
-    if (found - slope.detach()).abs() > ROUGHLY * slope.detach().abs():
-        return False
-    off = (narrow - product).norm()
-    if not (off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off):
-        return False
-    _, between = slopes(1.4 * STEP * size)  # of a few entries, rounding errors may be alike once
-    return bool((between - narrow).norm() < 0.1 * off)
+    return product, slope.detach(), slopes, size

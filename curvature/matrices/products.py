@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvature.functional import TwiceDifferentiable, dtypes_of_graph, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
-from curvature.linalg import contradicts_differences, full_precision, matmul, widen
+from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
@@ -306,7 +306,7 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
             else "torch loses a part of the Hessian: the second derivative of a function of torch is wrong or not "
             "finite where the model or the loss calls it; gauss_newton() needs none of the model"
         )
-    if names and _contradicts_differences(run.batch):
+    if names and _by_differences(run.batch, contradicts_differences):
         raise RuntimeError(
             "torch loses a part of the Hessian, because the backward pass of an autograd.Function hides from it how "
             f"it depends on the input ({names}): let backward compute everything from ctx.saved_tensors, and nothing "
@@ -320,7 +320,12 @@ def _is_complete(value: list[Tensor], run: RecordedBatch, along: list[dict[str, 
     parameters = run.batch.parameters
     if _is_stationary(value[0], run):  # a random function of the output tells as much of the model
         value = [run.batch.probe(run.output).loss_of(run.output)]
-    return are_adjoint(value, parameters, along, changes_by_backward_passes(value, parameters, along, 1.0))
+    changes = changes_by_backward_passes(value, parameters, along, 1.0)
+    if are_adjoint(value, parameters, along, changes):
+        return True
+    # of a gradient that is zero in places, some functions of torch have no derivative, but one by what it depends on
+    is_finite = all(bool(t.isfinite().all()) for change in changes for t in change)
+    return not is_finite and _by_differences(run.batch, agrees_with_differences)
 
 
 def _is_stationary(value: Tensor, run: RecordedBatch) -> bool:
@@ -340,8 +345,8 @@ def _has_finite_gradient(value: Tensor, run: RecordedBatch) -> bool:
 
 
 @full_precision()
-def _contradicts_differences(given: Batch) -> bool:
-    """Whether the Hessian along a random direction is not that of the loss, as far as gradients near by tell."""
+def _by_differences(given: Batch, compare: Callable[..., bool]) -> bool:
+    """What `compare` finds of the Hessian along a random direction and gradients near by; False if it does not run."""
     try:
         batch = given.in_double()
         start, (direction,) = ModelState(batch.model), random_directions(batch, 1)
@@ -350,7 +355,7 @@ def _contradicts_differences(given: Batch) -> bool:
             with start.again():
                 return batch.loss_of(batch.output())
 
-        return contradicts_differences(loss, list(batch.parameters.values()), list(direction.values()))
+        return compare(loss, list(batch.parameters.values()), list(direction.values()))
     except Exception as error:  # whatever a model raises that has no copy, or none in double precision
         log.info("the Hessian was not compared with differences of gradients: %s", str(error).split("\n")[0])
         return False

@@ -302,6 +302,22 @@ def test_a_hessian_through_a_function_whose_pass_of_zeros_alone_is_not_finite() 
         torch.testing.assert_close(builder(model, cox, (x, y)).to_dense(), matrix)
 
 
+def test_a_hessian_through_a_function_that_gets_a_gradient_of_zero_in_places() -> None:
+    """Censored patients, who count in the risks of others alone."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(5, 4), torch.rand(5, 2)
+    y[:, 1] = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+
+    def cox(o: Tensor, t: Tensor) -> Tensor:
+        order = t[:, 0].argsort(descending=True)
+        risks = o[order, 0]
+        return -((risks - risks.logcumsumexp(0)) * t[order, 1]).sum() / t[:, 1].sum()
+
+    expected = of_the_batch(model, cox, x, y)
+    for builder, matrix in zip((curvature.gauss_newton, curvature.hessian), expected, strict=True):
+        torch.testing.assert_close(builder(model, cox, (x, y)).to_dense(), matrix)
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
     model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
