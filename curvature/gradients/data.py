@@ -22,8 +22,7 @@ COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     """The pairs (x, y) of one pair or of an iterable of pairs."""
-    nested = isinstance(data, list) and all(_is_batch(entry) for entry in data)
-    if isinstance(data, tuple | list) and len(data) == 2 and not nested:
+    if _is_pair(data):
         yield data[0], data[1]
         return
     require_pairs(data)
@@ -34,6 +33,12 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
                 f"found {kind_of(entry)}{recipe(entry)}"
             )
         yield entry[0], entry[1]
+
+
+def _is_pair(data: Any) -> bool:
+    """Whether the data are one pair (x, y): a tuple of two, or a list of two that are no batches."""
+    nested = isinstance(data, list) and all(_is_batch(entry) for entry in data)
+    return isinstance(data, tuple | list) and len(data) == 2 and not nested
 
 
 def _is_batch(entry: Any) -> bool:
@@ -71,7 +76,7 @@ def kind_of(found: Any) -> str:
 
 def number_of_batches(data: Any) -> int | None:
     """The number of batches, if the data tell it."""
-    if isinstance(data, tuple):
+    if _is_pair(data):
         return 1
     try:
         return len(data)

@@ -176,6 +176,18 @@ def test_loader(builder: str):
     matches(dense(builder, model, loss, loader, progress=True), whole, 1e-12)
 
 
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_tuple_of_batches(builder: str):
+    """Of three, since two are a pair (x, y)."""
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), nn.CrossEntropyLoss()
+    data = floats(3)(6).double(), indices(3)(6)
+    parts = tuple(batches(data, 3, 1, 2))
+    made = getattr(curvature, builder)(model, loss, parts)
+    columns = torch.eye(made.space.size, dtype=torch.float64)
+    matches(made @ columns, dense(builder, model, loss, data))
+    matches(made.to_dense(), made @ columns)
+
+
 def test_batches_of_different_length():
     """Sentences of another length in each batch: a mean over all tokens, so a sample weighs by its length."""
     model = Raw(lambda m, x: m.head(m.words(x)).mT, words=nn.Embedding(5, 3), head=nn.Linear(3, 5)).double()
