@@ -125,8 +125,10 @@ def spectral_density(
         The grid and the density on it, (G,) each; the density integrates to one over the real line.
 
     Raises:
-        ValueError: no vectors or no steps.
+        ValueError: no vectors or no steps, or a width that is not positive.
     """
+    if width is not None and not width > 0:
+        raise ValueError(f"width: expected a positive standard deviation, found {width}")
     nodes, weights = _quadrature(op, vectors, steps, generator)
     least, largest = nodes.min(), nodes.max()
     if width is None:
@@ -170,6 +172,8 @@ def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generat
     """Nodes and weights (vectors, steps) with ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
     if vectors < 1:
         raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
+    if steps < 1:
+        raise ValueError(f"stochastic Lanczos quadrature needs at least one step, found {steps}")
     generator = generator or op.space.generator()
     together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
     starts = op.space.normal(vectors, generator).split(together, 1)

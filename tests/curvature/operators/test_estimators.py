@@ -194,11 +194,22 @@ def test_exact_for_low_rank(name, products, make, device):
 def test_more_products_than_rows(name, device):
     op = indefinite(Source(device), 6)
     value, error = OF_PRODUCTS[name](op, 40)
-    if name == "hutchpp_trace":
-        torch.testing.assert_close(value, op.trace())
-    else:
-        expected = op.diagonal() if name == "xdiag" else op.trace()
-        assert ((value - expected).abs() <= 6 * error + 1e-10).all()
+    torch.testing.assert_close(value, op.diagonal() if name == "xdiag" else op.trace())
+    assert (error < 1e-12).all()
+
+
+@pytest.mark.parametrize("products", (6, 10, 20))
+def test_errors_of_a_diagonal_matrix(products, device):
+    """The worst case of `xdiag`: what one vector adds to the sample of another, that one adds to its own."""
+    source = Source(device)
+    op = Diagonal(source.space(a=(40,)), torch.logspace(0, -1, 40).to(source.normal(1)))
+    generator = torch.Generator().manual_seed(0)
+    found = [xdiag(op, products, generator) for _ in range(300)]
+    spread = torch.stack([estimate.value for estimate in found]).std(0)
+    errors = torch.stack([estimate.error for estimate in found]).square().mean(0).sqrt()
+    assert 0.4 * spread.norm() < errors.norm()
+    with pytest.raises(ValueError, match="needs at least 6 products, found k=5"):
+        xdiag(op, 5)
 
 
 @pytest.mark.parametrize("name", ["xtrace", "xdiag"])
@@ -357,6 +368,11 @@ def test_spectral_density_of_a_multiple_of_the_identity(device):
     assert abs(grid[density.argmax()] - 2) < 0.01 and density.isfinite().all()
     with pytest.raises(ValueError, match="needs random vectors, found 0"):
         spectral_density(of_values(Source(device), [2.0] * 10), vectors=0)
+    for function in (spectral_density, lanczos_logdet):
+        with pytest.raises(ValueError, match="needs at least one step, found 0"):
+            function(of_values(Source(device), [2.0] * 10), steps=0)
+    with pytest.raises(ValueError, match="width: expected a positive standard deviation, found 0"):
+        spectral_density(of_values(Source(device), [2.0] * 10), width=0)
 
 
 @pytest.mark.fast
