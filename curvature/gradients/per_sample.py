@@ -85,7 +85,7 @@ def per_sample_gradients(
         ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
             model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, no
             parameter has one of the names (near ones are shown), or sizes disagree. `chunk` is not positive; `out` has
-            other names or shapes than the parameters asked for.
+            other names or shapes than the parameters asked for, or cannot hold fractions.
         TypeError: an argument of the wrong kind.
 
     The call leaves the model as it was: ``.grad``, buffers, mode, hooks and random state. The first call at each input
@@ -112,7 +112,11 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
         if given.get(name) != shapes.get(name):
             expected = shapes.get(name, "no such parameter")
             raise ValueError(f"out: expected {name} of shape {expected}, found {given.get(name, 'none')}")
-    return {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
+    tensors = {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
+    for name, p in batch.parameters.items():
+        if not torch.can_cast(p.dtype, tensors[name].dtype):
+            raise ValueError(f"out: {name} is {tensors[name].dtype}, which cannot hold gradients of {p.dtype}")
+    return tensors
 
 
 @either_form

@@ -369,3 +369,5 @@ def test_chunks_and_memory_that_are_refused() -> None:
         call(out={name: t for name, t in right.items() if name != "0.weight"})
     with pytest.raises(ValueError, match="out: expected more of shape no such parameter"):
         call(out=right | {"more": torch.empty(7)})
+    with pytest.raises(ValueError, match=r"out: 4\.bias is torch\.int64, which cannot hold gradients of torch\.float"):
+        call(out=right | {"4.bias": np.empty((7, 3), dtype=int)})
