@@ -166,7 +166,7 @@ def _by_parameter(
     queries = _terms(model, loss, query, sample_dim, names, False)
     first = next(queries, None)
     if first is None:
-        raise ValueError("query: no batch")
+        raise ValueError("query: no batch has a sample")
     bases = Eigenbases(K, first if in_eigenbases else {})
     turned = map(bases.turn, itertools.chain([first], queries))
     asked = ({name: gradients(parts) for name, parts in terms.items()} for terms in turned)
@@ -174,7 +174,7 @@ def _by_parameter(
     samples = map(bases.turn, _terms(model, loss, train, sample_dim, names, progress))
     scores = [{name: score(parts, solved[name]) for name, parts in terms.items()} for terms in samples]
     if not scores:
-        raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+        raise ValueError("train: no batch has a sample; an iterator gives batches once: pass a list or a DataLoader")
     for name in solved:
         places = sorted({batch[name].shape[2:].numel() for batch in scores})
         if len(places) > 1:
@@ -185,14 +185,16 @@ def _by_parameter(
 def _terms(
     model: nn.Module, loss: Loss, data: Any, sample_dim: Any, names: Sequence[str], progress: bool
 ) -> Iterator[dict[str, list[Term]]]:
-    """The gradients of each batch's samples with respect to the parameters of these names."""
+    """The gradients of each batch's samples, if it has any, with respect to the parameters of these names."""
     total = number_of_batches(data)
     trained = trained_parameters(model)
     if missing := [name for name in names if name not in trained]:
         raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
     for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
-        terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
-        yield {name: list(terms[name]) for name in names}
+        batch = Batch.of(model, loss, x, y, sample_dim, names)
+        if batch.count:
+            terms = sample_terms(batch)
+            yield {name: list(terms[name]) for name in names}
 
 
 def _solved_queries(

@@ -57,6 +57,19 @@ def test_parameters_without_axes(score: Callable[..., Any]) -> None:
     torch.testing.assert_close(torch.stack(parts).sum(0), expected)
 
 
+@pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place])
+def test_empty_batches_have_no_scores(score: Callable[..., Any]) -> None:
+    model, train, query = problem()
+    K = curvature.kfac(model, LOSS, train)
+    empty = train[0][:0], train[1][:0]
+    for among in ([empty, query], [query, empty]):
+        found = score(model, LOSS, [empty, train], among, K, damping=D)
+        torch.testing.assert_close(found, score(model, LOSS, train, query, K, damping=D))
+    for what, data in (("train", (empty, query)), ("query", (train, empty))):
+        with pytest.raises(ValueError, match=f"{what}: no batch has a sample"):
+            score(model, LOSS, *data, K, damping=D)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("name", MATRICES)
 def test_scores_are_those_of_the_dense_matrix(name: str, device: str) -> None:
