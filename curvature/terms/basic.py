@@ -378,6 +378,20 @@ class ElementwiseProduct(WithDirectForm):
     def samples(self, part: Samples) -> ElementwiseProduct:
         return replace(self, direct=self.direct.samples(part), b=self.b[part], inputs=lambda: self.inputs()[part])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickles, which take no function that was made inside another: with the inputs as they are."""
+        return type(self), (self.direct, _Known(self.inputs()), self.b, self.has_bias)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A function that returns a tensor."""
+
+    value: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.value
+
 
 def without_bias(term: Any) -> Any:
     """A term of places at which the layer adds no bias."""

@@ -1,5 +1,6 @@
 """Matrices by the rows of their samples, against brute force; when a matrix is held so, and when it is not."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,17 @@ def damped(M: Tensor) -> Tensor:
 def squared_root(op: curvature.Operator) -> Tensor:
     root = op._inverse_root(torch.eye(op.space.size).double(), D)
     return root @ root.mT
+
+
+def test_rows_can_be_pickled() -> None:
+    """Those of a LayerNorm, too, whose inputs are normalized anew when a method asks for them."""
+    model, data = problem()
+    S = curvature.empirical_fisher(model, LOSSES["mean"], data).compact()
+    assert isinstance(S, curvature.SampleSpace)
+    again = pickle.loads(pickle.dumps(S))
+    v = torch.ones(S.space.size).double()
+    matches(again @ v, S @ v)
+    matches(again.solve(v, D), S.solve(v, D))
 
 
 WAYS: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Tensor]]] = {
