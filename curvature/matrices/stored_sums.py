@@ -18,7 +18,7 @@ from curvature.kronecker import Basis, KroneckerStatistics, Reading, Scheme
 from curvature.linalg import to_host
 from curvature.matrices import accumulators
 from curvature.matrices.accumulators import Accumulator
-from curvature.operators import Operator, Space, restore
+from curvature.operators import Operator, Space, read, restore
 from curvature.terms import AffineLayout
 
 SHARE = 0.05  # of the time of a pass, that writing takes at most
@@ -136,7 +136,7 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
 
 
 def _read(path: Path, device: torch.device | str | None) -> dict[str, Any]:
-    found = torch.load(path, map_location=device, weights_only=True)
+    found = read(path, "sums of a pass over data", map_location=device)
     if not isinstance(found, dict) or not {"about", "sums", "first"} <= found.keys():
         raise ValueError(f"{path} holds no sums of a pass over data")
     states = {key: found[key].cpu() for key in ("before", "draws")}

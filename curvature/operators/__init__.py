@@ -23,7 +23,7 @@ from curvature.operators.spectra import (
     lanczos_logdet,
     spectral_density,
 )
-from curvature.operators.storage import restore
+from curvature.operators.storage import read, restore
 from curvature.operators.stored import blocks_of, in_memory, load
 
 __all__ = [
@@ -31,5 +31,6 @@ __all__ = [
     "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
     "blocks_of", "conjugate_gradient", "flat_parameters", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
     "in_memory", "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge",
-    "quadratic_penalty", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
+    "quadratic_penalty", "read", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
+    "xtrace",
 ]  # fmt: skip

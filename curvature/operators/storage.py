@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import zipfile
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,17 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [to_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read(path: str | PathLike[str], what: str, **options: Any) -> Any:
+    """What `torch.save` wrote; ValueError for a file of another kind, or with more than plain data."""
+    is_file = isinstance(path, str | PathLike) and Path(path).is_file()  # if there is none, torch says so
+    if is_file and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} holds no {what}: torch.save has not written it")
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds no {what}, but objects other than tensors and plain data") from error
 
 
 def restore(value: Any, device: torch.device | str | None) -> Any:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from curvature.operators.base import Operator
 from curvature.operators.block_diagonal import BlockDiagonal
 from curvature.operators.space import Space
-from curvature.operators.storage import copy_if_view, restore
+from curvature.operators.storage import copy_if_view, read, restore
 
 
 def _of_the_matrix(method: Any) -> Any:
@@ -100,7 +100,7 @@ def load(path: str | PathLike[str], device: torch.device | str | None = None, *,
         ValueError: the file holds no matrix that this version knows.
     """
     place: Any = "cpu" if lazily else device
-    state = torch.load(path, map_location=place, weights_only=True, mmap=True if lazily else None)
+    state = read(path, "matrix saved by Operator.save", map_location=place, mmap=True if lazily else None)
     if not isinstance(state, dict) or state.get("structure") in (None, "Space", "AffineLayout"):
         raise ValueError(f"{path} holds no matrix saved by Operator.save")
     operator: Operator = _lazily(state, device) if lazily else restore(state, device)

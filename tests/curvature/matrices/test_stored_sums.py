@@ -188,5 +188,8 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     torch.save({"x": 1}, three)
     with pytest.raises(ValueError, match="holds no sums"):
         curvature.combine([three])
+    three.write_text("sums")
+    with pytest.raises(ValueError, match="holds no sums"):
+        curvature.combine([three])
     with pytest.raises(ValueError, match="factors: expected those of"):
         curvature.ekfac(model, MEAN, (x, y), factors=curvature.kfac(model, MEAN, (x, y), parameters=["head"]))

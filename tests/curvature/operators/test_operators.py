@@ -158,6 +158,12 @@ def test_files_that_are_no_matrix(tmp_path):
         load(tmp_path / "other.pt")
     with pytest.raises(ValueError, match="unknown structure 'Unheard'"):
         load(tmp_path / "new.pt")
+    (tmp_path / "text.pt").write_text("matrix")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    for name in ("text.pt", "module.pt"):
+        for lazily in (False, True):
+            with pytest.raises(ValueError, match=f"{name} holds no matrix"):
+                load(tmp_path / name, lazily=lazily)
 
 
 @pytest.mark.parametrize("k", [0.5, 2.0, 0, -1])
