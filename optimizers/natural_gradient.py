@@ -72,7 +72,8 @@ class NaturalGradient(SecondOrderOptimizer):
             differ, and None means 0.05 of the mean eigenvalue of each block.
         loss: the loss module, needed by injections other than `curvature.isotropic` and `curvature.empirical`.
         inject: the vectors to backpropagate: by default `curvature.exact()`, the Fisher or Gauss-Newton matrix of the
-            batch, if the loss is given, else `curvature.isotropic()`; `curvature.sampled()` suits many outputs,
+            batch, if the loss is given, else `curvature.isotropic()`, which has noise unless a sample has one output:
+            `curvature.isotropic(k)` has none for k outputs. `curvature.sampled()` suits many outputs,
             `curvature.empirical()` is as for `KFAC`.
         adaptive: needs a closure. Of the loss: as for `KFAC`. Of residuals: no line search; the damping follows the
             reduction ratio (Levenberg-Marquardt), and a step that raises the loss is retried with more damping.

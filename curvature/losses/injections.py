@@ -271,20 +271,30 @@ class Propagated(Random):
     """See `propagated`."""
 
     def _draws(self, batch: OutputBatch) -> Draw:
-        root, new = self._with_loss(batch).root(), batch.output.new_empty
-        return lambda k, source: root(new(k, *batch.output.shape).random_(2, generator=source) * 2 - 1)
+        root = self._with_loss(batch).root()
+        return lambda k, source: root(batch.signs(k, source))
 
 
 @dataclass(frozen=True, repr=False)
 class Isotropic(Random):
     """See `isotropic`."""
 
+    def number(self, output: Tensor, count: int) -> int:
+        return min(self.k, output.numel() // count)
+
+    def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
+        if self.k < batch.size:
+            return super()._vector_source(batch)
+        source, scale = batch.source(SEED), self._scale(batch)
+        # the signs tell samples that meet, as in a batch norm, from each other
+        return batch.size, lambda start, stop: scale * batch.signs(stop - start, source) * batch.basis(start, stop)
+
     def _draws(self, batch: OutputBatch) -> Draw:
-        draw = lambda k, source: batch.output.new_empty(k, *batch.output.shape).normal_(generator=source)
-        if batch.loss is None:
-            return draw
-        scale = batch.masses(strict=False).sqrt()
-        return lambda k, source: scale * draw(k, source)
+        scale, new = self._scale(batch), batch.output.new_empty
+        return lambda k, source: scale * new(k, *batch.output.shape).normal_(generator=source)
+
+    def _scale(self, batch: OutputBatch) -> Tensor | float:
+        return 1.0 if batch.loss is None else batch.masses(strict=False).sqrt()
 
 
 @dataclass(frozen=True, repr=False)
@@ -357,7 +367,10 @@ def propagated(k: int = 1) -> Injection:
 
 
 def isotropic(k: int = 1) -> Injection:
-    """k vectors of normal noise: the Gauss-Newton matrix of a loss whose terms are replaced by 1/2 ||f||^2.
+    """The Gauss-Newton matrix of a loss whose terms are replaced by 1/2 ||f||^2, from k vectors of normal noise.
+
+    If k is at least the number of entries in one sample's output, there is one vector for each entry, with random
+    signs, and the matrix of every sample is exact.
 
     E sum_k v_k v_k^T = I without a loss, and if the loss sums its terms or has one per sample; I/T if it is a mean over
     T terms per sample (places; entries of MSE and the like). Given a target, terms count as they do in the loss, those

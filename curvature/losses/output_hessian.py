@@ -106,6 +106,10 @@ class OutputBatch:
         vectors = self.output.new_zeros(len(entries), self.size).scatter_(1, entries[:, None], 1)
         return vectors[:, None].expand(-1, self.count, -1).reshape(len(entries), *self.output.shape)
 
+    def signs(self, k: int, source: torch.Generator) -> Tensor:
+        """1 or -1 for each entry of k vectors (k, *output.shape)."""
+        return self.output.new_empty(k, *self.output.shape).random_(2, generator=source) * 2 - 1
+
     @cached_property
     def resolved(self) -> tuple[Any, TorchLoss | None]:
         """The loss in the form that this package knows, and its row if that says something of the Hessian."""

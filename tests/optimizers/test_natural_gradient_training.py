@@ -280,6 +280,20 @@ def test_a_search_halves_until_the_loss_stops_falling():
 
 
 @pytest.mark.training_run
+@pytest.mark.parametrize("shape, inject", [((7,), None), ((5, 7), isotropic(5)), ((5, 7), isotropic(9))])
+def test_few_outputs_of_a_single_sample_converge(shape: tuple[int, ...], inject: Any):
+    """A vector for every output has no noise, which would keep the steps from an end."""
+    with seeded(0):
+        model = Raw(lambda m, x: m.p.sum(-1)[None] + 0 * x, p=shape)
+    opt = NaturalGradient(model, inject=inject)
+    x, y = torch.zeros(1, 1), torch.zeros(1, *(shape[:-1] or (1,)))
+    for _ in range(100):
+        backward(model, opt, F.mse_loss, x, y)
+        opt.step()
+    assert F.mse_loss(model(x), y) < 1e-9
+
+
+@pytest.mark.training_run
 def test_it_learns_digits():
     """Ten passes over 500 digits in batches, AdamW at its usual rate beside it."""
     x, y = (t[:700] for t in digits())

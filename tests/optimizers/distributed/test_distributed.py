@@ -198,7 +198,7 @@ def test_only_what_is_drawn_is_drawn_for_all():
             :, 6:12
         ],
     )
-    many = curvature.isotropic(40_000)
+    many = curvature.propagated(40_000)
     assert torch.equal(drawn(many), many.vectors(output, loss, y, generator=torch.Generator().manual_seed(6)))
     assert sizes == [6, 24, 6]
 
