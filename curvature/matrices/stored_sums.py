@@ -114,7 +114,10 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
     Raises:
         ValueError: there is no file, one comes twice, holds no sums, or is of another model, loss, vectors or
             structure; or eigenvalues are in different bases (then make all with ``ekfac(..., factors=K)``).
+        TypeError: one path instead of several.
     """
+    if isinstance(paths, str | os.PathLike):
+        raise TypeError(f"paths: expected a list of files, found one: pass [{str(paths)!r}]")
     listed = [Path(path) for path in paths]
     if not listed:
         raise ValueError("paths: there is no file")

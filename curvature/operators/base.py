@@ -295,6 +295,9 @@ class Operator(ABC):
     def __add__(self, other: Operator) -> Operator:
         return Sum([self, other]) if isinstance(other, Operator) else NotImplemented
 
+    def __radd__(self, other: int) -> Operator:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # with which `sum` begins
+
     def __sub__(self, other: Operator) -> Operator:
         return self + other.scaled(-1.0) if isinstance(other, Operator) else NotImplemented
 

@@ -185,6 +185,9 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
         curvature.combine([one, tmp_path / "." / "1.pt"])
     with pytest.raises(ValueError, match="there is no file"):
         curvature.combine([])
+    for path in (one, str(one)):
+        with pytest.raises(TypeError, match=r"expected a list of files, found one: pass \['.*1.pt'\]"):
+            curvature.combine(path)
     torch.save({"x": 1}, three)
     with pytest.raises(ValueError, match="holds no sums"):
         curvature.combine([three])

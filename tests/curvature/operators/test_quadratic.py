@@ -101,6 +101,9 @@ def test_sums_of_diagonals_dense_matrices_and_blocks_stay_so():
     one, other = (Dense(joint, source.definite(d=7)) for _ in range(2))
     assert isinstance(one + other, Dense) and isinstance(one + made[0], Sum)
     matches((one - 2 * other.materialise()).to_dense(), one.matrix - 2 * other.matrix)
+    matches(sum([one, made[0], other]).to_dense(), one.matrix + made[0].to_dense() + other.matrix)
+    with pytest.raises(TypeError):
+        1 + one
 
 
 def test_large_sums_are_solved_by_products():
