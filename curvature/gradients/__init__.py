@@ -6,7 +6,7 @@ pass, take each sample's own loss, find or learn a plan (`plans`), make terms of
 (`parameter_terms`), contract them. What no rule explains takes the `general_path`: vmap, or a loop over samples.
 """
 
-from curvature.gradients.batch import Batch, either_form
+from curvature.gradients.batch import Batch, OtherShapeAlone, either_form
 from curvature.gradients.data import (
     digests,
     kind_of,
@@ -51,7 +51,8 @@ from curvature.gradients.plans import (
 from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_noise_scale
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "UNSTEADY",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "OtherShapeAlone", "Plan", "RefuseNewData", "SamplesMeet",
+    "UNSTEADY",
     "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes", "check_gradients",
     "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests", "either_form",
     "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of", "learn",

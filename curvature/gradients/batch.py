@@ -267,6 +267,10 @@ class Batch:
         return {name: g.to_dense() for name, g in zip(self.parameters, found, strict=True)}
 
 
+class OtherShapeAlone(ValueError):
+    """The output of a sample alone has another shape than its part of the batch's."""
+
+
 def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:
     """Axes that are counted from the back, as they are from the front; that of the output takes a forward pass."""
 
@@ -285,6 +289,8 @@ def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) ->
 
 
 def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
+    if output.shape != vector.shape:
+        raise OtherShapeAlone(f"its output has the shape {tuple(output.shape)}, and {tuple(vector.shape)} in the batch")
     return (output * vector).sum()
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from curvature.gradients.batch import Batch
+from curvature.gradients.batch import Batch, OtherShapeAlone
 from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
@@ -43,8 +43,8 @@ VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap 
 def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tensor | None = None) -> Terms:
     """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right.
 
-    Where no other pass would be of the function of the recorded one, which drew random numbers or moved buffers, the
-    samples' losses (N,) are sent back through that.
+    Where no other pass would be of the function of the recorded one, which drew random numbers or moved buffers, or has
+    another shape for a sample alone (`OtherShapeAlone`), the samples' losses (N,) are sent back through that.
     """
     batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
     if recorded is not None:
@@ -258,6 +258,8 @@ def by_loop(batch: Batch) -> dict[str, Tensor]:
         try:
             with start.again():
                 rows.append(batch.sample(n).gradients())
+        except OtherShapeAlone:
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"{', '.join(sorted(batch.parameters))}: no per-sample rule, and sample {n} alone does not run: {error}"

@@ -152,6 +152,7 @@ class RecordedBatch:
         self.source, self.number, self.masses = source, number, source.masses
         self.batch, self.state, self.tape = batch, state, tape
         self.random, self.one_pass = state.random.differs(), state.is_of_one_pass()
+        self.by_graph = self.one_pass  # whether what no rule explains comes from the recorded graph
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample, if its samples meet
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -215,7 +216,7 @@ class RecordedBatch:
         batch = replace(self.batch, count=1)
         found = RecordedBatch(self.source, self.number, batch, self.state, self.tape, self.output)
         found.whole, found._masses = why, mass
-        found.random, found.one_pass = self.random, self.one_pass
+        found.random, found.one_pass, found.by_graph = self.random, self.one_pass, self.by_graph
         return found
 
     def require_apart(self) -> None:
@@ -290,10 +291,8 @@ class RecordedBatch:
             terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, skip)
             failed -= stacks.keys()
             if failed:
-                along = self.batch.along(v)
                 with AttentionInBlocks():
-                    recorded = along.losses(self.output) if self.one_pass else None
-                    found = gradients.general_path_terms(along, plan, failed, recorded)
+                    found = self._general_terms(v, plan, failed)
                 terms |= {
                     k: [DenseGradients(contractions.gradients(parts).to(self.dtype))] for k, parts in found.items()
                 }
@@ -302,6 +301,16 @@ class RecordedBatch:
                     others.setdefault(name, []).append(of_parameter)
         assert all(len(of_vectors) == len(vectors) for of_vectors in others.values())  # they are read by number
         return {**others, **stacks}
+
+    def _general_terms(self, vector: Tensor, plan: Plan, names: set[str]) -> dict[str, list[Term]]:
+        """Of what no rule explains, by passes of a sample alone, or by the recorded one if their outputs differ in shape."""
+        along = self.batch.along(vector)
+        if not self.by_graph:
+            try:
+                return gradients.general_path_terms(along, plan, names)
+            except gradients.OtherShapeAlone:
+                self.by_graph = True
+        return gradients.general_path_terms(along, plan, names, along.losses(self.output))
 
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""

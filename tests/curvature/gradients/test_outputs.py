@@ -14,6 +14,7 @@ from torch import distributions as D
 import curvature
 from support.cases.case import Raw, seeded
 from support.combinations import member
+from support.oracles import brute_force
 from support.rows import all_of_rows, rows_of, same
 
 pytestmark = pytest.mark.fast
@@ -258,3 +259,29 @@ def test_as_many_heads_as_samples() -> None:
         h = F.dropout(x[:2], 0.5)
     expected = rows_of(model, [loss(model(h[n : n + 1]), y[n : n + 1]) for n in range(2)])
     same(rows, {f"inner.{name}": g for name, g in expected.items()})
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("has_rules", [True, False])
+def test_outputs_that_are_as_wide_as_the_batch(has_rules: bool):
+    """A sample alone has fewer entries, to which the vector of one in its batch could be broadcast."""
+    mapped = torch.vmap(lambda h, w: (h * w.exp()).sum(), (0, None))
+    numbers = (lambda m, x: m.l(x)[:, 0]) if has_rules else (lambda m, x: mapped(m.l(x), m.w))
+    w = nn.Parameter(torch.ones(1), requires_grad=not has_rules)
+    model, x, y = Raw(lambda m, x: numbers(m, x).diag(), l=nn.Linear(3, 1), w=w), torch.randn(N, 3), torch.randn(N, N)
+    G, _ = brute_force.of_the_batch(model, nn.MSELoss(), x, y)
+    found = curvature.fisher_diagonal(model, nn.MSELoss(), x, y)
+    torch.testing.assert_close(torch.cat([d.flatten() for d in found.values()]), G.diagonal())
+    torch.testing.assert_close(curvature.gauss_newton(model, nn.MSELoss(), x, y).to_dense(), G)
+
+
+@pytest.mark.usefixtures("double")
+def test_outputs_that_end_with_the_longest_sequence():
+    """With a parameter that no rule explains, and a sample alone that is shorter."""
+    mapped = torch.vmap(lambda h, w: (h * w.exp()).tanh(), (0, None))
+    model = Raw(lambda m, x: mapped(m.l(x[:, x.any(-1).any(0)]), m.w), l=nn.Linear(3, 2), w=nn.Parameter(torch.ones(2)))
+    x, y = torch.randn(N, 4, 3), torch.randn(N, 3, 2)
+    for n, length in enumerate((2, 3, 1, 2, 1)):
+        x[n, length:] = 0
+    G, _ = brute_force.of_the_batch(model, nn.MSELoss(), x, y)
+    torch.testing.assert_close(curvature.gauss_newton(model, nn.MSELoss(), x, y).to_dense(), G)
