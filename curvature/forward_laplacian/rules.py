@@ -103,7 +103,7 @@ VALUES = properties("data") | functions_named(
 LINEAR = properties("T mT H mH real") | functions_named(
     "reshape view flatten unflatten squeeze unsqueeze ravel transpose t permute movedim moveaxis swapaxes swapdims "
     "adjoint expand broadcast_to repeat tile repeat_interleave __getitem__ select narrow index_select gather "
-    "take_along_dim take masked_select diagonal diag_embed diag tril triu flip fliplr flipud rot90 roll unfold "
+    "take_along_dim take masked_select diagonal diag_embed diag tril triu flip fliplr flipud rot90 unfold "
     "split split_with_sizes tensor_split chunk unbind hsplit vsplit dsplit unsafe_chunk unsafe_split "
     "sum mean cumsum trace contiguous clone alias double float half bfloat16 cpu cuda positive __pos__ neg "
     "negative __neg__ pixel_shuffle pixel_unshuffle channel_shuffle view_as_real im2col col2im avg_pool1d avg_pool2d "
@@ -167,6 +167,13 @@ def linear(call: Call) -> Any:
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
         return value  # integers have no derivative
     return _jets(value, *_linear_derivatives(call))
+
+
+@register(functions_named("roll"))
+def roll(call: Call) -> Any:
+    if call.jets[0].value.ndim:
+        return linear(call)
+    return call.jets[0]  # there is nothing to roll, where vmap rolls the derivatives
 
 
 @register(AFFINE)

@@ -403,6 +403,7 @@ HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "differences from others": lambda h: h.sin().diff(dim=1, prepend=h[:, 1:2].exp()),
     "whole numbers": lambda h: h * (3 * h).to(torch.int64) + h * h.type(torch.int32) + h * h.to(torch.bool),
     "the type of whole numbers": lambda h: h * (3 * h).type_as(EVEN.long()) + h * (3 * h).view(torch.int64).sign(),
+    "numbers that are rolled": lambda h: torch.stack([torch.roll(row[0].sin(), 1) for row in h])[:, None],
     "queries that see nothing": lambda h: F.scaled_dot_product_attention(
         h[..., None], h[..., None].sin(), h[..., None], attn_mask=(EVEN[:, None] & EVEN).expand(len(h), 5, 5)
     )[..., 0],
