@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import TwiceDifferentiable, dtypes_of_graph, own_functions
+from curvature.functional import TwiceDifferentiable, dtypes_of_graph, graph_nodes, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
@@ -275,7 +275,9 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
         _put(products, parameters, out, add)
 
-    return put, _through_backward(run), weight
+    # of several columns torch mixes the axes up where they come to the means of a group norm
+    has_group_norm = any("GroupNorm" in type(node).__name__ for node in graph_nodes(run.output.grad_fn))
+    return put, 1 if has_group_norm else _through_backward(run), weight
 
 
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:

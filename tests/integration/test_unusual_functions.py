@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -324,3 +325,29 @@ def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bo
     found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
     entries = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
     torch.testing.assert_close(found, torch.stack(entries).reshape(2, 5, 3, 3, 4))
+
+
+# torch's second derivative of a group norm, for several vectors at once, needs these sizes not to raise
+GROUP_NORMS = {
+    "as many samples as channels": (4, (4,), nn.GroupNorm(1, 4, affine=False)),
+    "as many pixels as samples": (2, (4, 2), nn.GroupNorm(2, 4, affine=False)),
+    "one sample": (1, (2, 2), nn.GroupNorm(1, 2)),
+    "other sizes": (3, (6, 2), nn.GroupNorm(3, 6)),
+}
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("name", GROUP_NORMS)
+def test_hessians_through_group_norms(name: str, is_mapped: bool) -> None:
+    count, shape, norm = GROUP_NORMS[name]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x).unflatten(1, shape)
+        own = torch.vmap(lambda row: m.norm(row[None])[0])(h) if is_mapped else m.norm(h)
+        return m.b(own.flatten(1).tanh())
+
+    width = math.prod(shape)
+    model = Raw(forward, a=nn.Linear(2, width), norm=copy.deepcopy(norm).double(), b=nn.Linear(width, 2))
+    x, y = torch.randn(count, 2), torch.randn(count, 2)
+    _, expected = of_the_batch(model, nn.MSELoss(), x, y)
+    torch.testing.assert_close(curvature.hessian(model, nn.MSELoss(), (x, y)).to_dense(), expected)
