@@ -30,6 +30,7 @@ from curvature.functional import ContiguousNorms
 TURNS = RLock()
 ORDER = " (the order is model, loss, data)"
 REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
+GRAPH_IS_FREED = "through the graph a second time"  # in the words of torch
 
 
 @cache
@@ -338,6 +339,14 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
                 p.requires_grad_(required)
             with torch.enable_grad(), force_eager(nonreentrant=True):
                 yield state
+        except RuntimeError as error:
+            kept = _kept_graphs(model) if GRAPH_IS_FREED in str(error) else []
+            if not kept:
+                raise
+            raise RuntimeError(
+                f"{', '.join(kept[:3])}: the model keeps it from pass to pass with its graph, which a backward pass "
+                "has freed: let every pass compute it anew (a forward pre-hook can empty a cache)"
+            ) from error
         finally:
             parametrize._cache_enabled = cached
             for p, required in changed:
@@ -354,6 +363,13 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _kept_graphs(model: nn.Module) -> list[str]:
+    """Attributes of modules, and entries of their dicts and lists, that hold tensors with a graph."""
+    named = [(f"{path}.{k}".lstrip("."), v) for path, module in model.named_modules() for k, v in vars(module).items()]
+    has_graph = lambda leaf: isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    return [name for name, value in named if any(map(has_graph, pytree.tree_leaves(value)))]
 
 
 @contextmanager

@@ -271,6 +271,29 @@ def prepared(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(5, 4), torch.randint(3, (5,))
 
 
+class KeepsItsBias(nn.Module):
+    """In a cache, with the graph of the first pass, as some vision transformers do in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.l, self.biases = nn.Parameter(torch.randn(5)), nn.Linear(4, 3), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "cpu" not in self.biases:
+            self.biases["cpu"] = self.w[:4].exp()
+        return self.l(x * self.biases["cpu"])
+
+
+@pytest.mark.parametrize("call", [curvature.per_sample_gradients, curvature.fisher_diagonal, curvature.kfac])
+def test_models_that_keep_a_graph(call: Any) -> None:
+    model, x, y = nn.Sequential(KeepsItsBias(), nn.Tanh()), torch.randn(5, 4), torch.randint(3, (5,))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^0\.biases: the model keeps it.*forward pre-hook"):
+            call(model, ENTROPY, x, y)
+    model[0].register_forward_pre_hook(lambda module, _: module.biases.clear())
+    call(model, ENTROPY, x, y)
+
+
 @pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher])
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_products_by_rows_are_right(name: str, builder: Any) -> None:
