@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from curvature.functional import TwiceDifferentiable, dtypes_of_graph, graph_nodes, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
-from curvature.losses import TORCH_LOSSES, Injection, Random, require_repeats, require_terms
+from curvature.losses import TORCH_LOSSES, Injection, Random, name_of, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
@@ -293,10 +293,17 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
     if type(run.batch.loss) not in TORCH_LOSSES:
         require_repeats(run.batch.loss, run.output, run.batch.y)
     try:
-        is_complete = _is_complete(value, run, along)
-    except NotImplementedError as error:  # a RuntimeError, too
+        is_stationary = _is_stationary(value[0], run)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name_of(run.batch.loss)} cannot be differentiated twice: {error}") from error
+    try:
+        is_complete = _is_complete(value, run, along, is_stationary)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        why = str(error).split("\n")[0].rstrip(".")
         raise RuntimeError(
-            f"torch has no Hessian of the loss: {error} gauss_newton() needs none of the model"
+            f"torch has no Hessian of the loss: {why}; gauss_newton() needs none of the model"
         ) from error
     names = ", ".join(own_functions(value))
     if not is_complete:
@@ -317,10 +324,10 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
     return through_gradient(run, is_single)
 
 
-def _is_complete(value: list[Tensor], run: RecordedBatch, along: list[dict[str, Tensor]]) -> bool:
+def _is_complete(value: list[Tensor], run: RecordedBatch, along: list[dict[str, Tensor]], is_stationary: bool) -> bool:
     """Whether torch can differentiate the gradient of a value along a direction."""
     parameters = run.batch.parameters
-    if _is_stationary(value[0], run):  # a random function of the output tells as much of the model
+    if is_stationary:  # a random function of the output tells as much of the model
         value = [run.batch.probe(run.output).loss_of(run.output)]
     changes = changes_by_backward_passes(value, parameters, along, 1.0)
     if are_adjoint(value, parameters, along, changes):

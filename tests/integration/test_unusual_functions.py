@@ -302,6 +302,17 @@ def test_products_by_rows_are_right(name: str, builder: Any) -> None:
     found = builder(model, ENTROPY, (x, y))
     dense, v = found.to_dense(), torch.randn(found.space.size, 3)
     assert dense.isfinite().all() and dense.any()
+@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.hessian])
+def test_a_loss_without_a_second_derivative(builder: Any) -> None:
+    model, lengths = Raw(lambda m, x: m.l(x).unflatten(1, (3, 4)), l=nn.Linear(4, 12)), torch.full((5,), 3)
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), y, lengths, torch.full((5,), 2))
+
+    with pytest.raises(RuntimeError, match="loss cannot be differentiated twice: .*ctc"):
+        builder(model, loss, (torch.randn(5, 4), torch.randint(1, 4, (5, 2)))) @ torch.ones(60)
+
+
     torch.testing.assert_close(found @ v[:, 0], dense @ v[:, 0])
     torch.testing.assert_close(found @ v, dense @ v)
     with curvature.kept(found):
