@@ -23,7 +23,6 @@ BY_ROWS = (
     "differentiate the backward pass of a function: %s. Let that of an autograd.Function call torch functions of the "
     "gradient that it gets, without detach, NumPy or once_differentiable"
 )
-NOT_IMPLEMENTED = "is not implemented"  # torch's words for a function without second derivative
 
 
 def output_changes(
@@ -58,10 +57,10 @@ def complete_changes(
         if not is_compared or are_adjoint(outputs, parameters, directions, changes):
             return changes
         why = ", ".join(own_functions(outputs)) or "a hook, or one of torch's whose second derivative is not finite"
-    except RuntimeError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # an error of the model or its graph recurs by rows
         why = str(error).split("\n")[0].rstrip(".")
-        if NOT_IMPLEMENTED not in why:
-            raise
     warn_once(BY_ROWS, why)
     return None
 
@@ -153,16 +152,19 @@ def batched_vjp(
         return []
     if len(vectors[0]) > 1:
         try:
-            return [None if g is None else g.to_dense() for g in derive(vectors, is_grads_batched=True)]
-        except RuntimeError as error:  # an operation without a batched backward pass
+            return [None if g is None else _dense(g) for g in derive(vectors, is_grads_batched=True)]
+        except Exception as error:  # an operation without a batched backward pass; what else it is recurs below
             log.info("vectors go back one by one: %s", str(error).split("\n")[0])
     rows = [derive([v[k].clone() for v in vectors]) for k in range(len(vectors[0]))]
-    # an embedding may have sparse gradients
     if len(rows) == 1:
-        return [None if g is None else g.to_dense()[None] for g in rows[0]]
-    return [
-        None if column[0] is None else torch.stack([g.to_dense() for g in column]) for column in zip(*rows, strict=True)
-    ]
+        return [None if g is None else _dense(g)[None] for g in rows[0]]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.stack([_dense(g) for g in column]) for column in columns]
+
+
+def _dense(g: Tensor) -> Tensor:
+    """Sparse gradients, as of an embedding, and zeros that torch keeps without memory, as of `torch.sgn`, in full."""
+    return g.clone() if g._is_zerotensor() else g.to_dense()
 
 
 def rows_of_each(result: Tensor | GradientEdge, leaves: Sequence[Tensor], values: Tensor, at_once: int) -> list[Tensor]:

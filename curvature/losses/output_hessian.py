@@ -165,7 +165,7 @@ class OutputBatch:
         derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
 
         def product(u: Tensor) -> Tensor:
-            with suppress(RuntimeError):  # vmap does not support some function; an error of the loss recurs below
+            with suppress(Exception):  # vmap does not support some function; an error of the loss recurs below
                 if len(u) > 1:
                     return derive(u, is_grads_batched=True)[0]
             try:

@@ -16,7 +16,15 @@ import curvature
 import optimizers
 from curvature.recording import warn_once
 from support.cases.case import Raw
-from support.odd.functions import Kinked, Sine, SineByNumpy, SineOfContext, SineWithDetachedGradient, StraightThrough
+from support.odd.functions import (
+    Kinked,
+    Sine,
+    SineByNumpy,
+    SineInGivenMemory,
+    SineOfContext,
+    SineWithDetachedGradient,
+    StraightThrough,
+)
 from support.oracles.brute_force import Matrices, of_the_batch
 from support.oracles.derivatives import rows
 from support.training import closure_of
@@ -25,7 +33,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
 
 
-UNDIFFERENTIATED = [Sine, SineByNumpy, SineWithDetachedGradient]
+UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory, SineWithDetachedGradient]
 
 
 def products_are_right(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor, Tensor]:
@@ -156,6 +164,24 @@ def test_changes_of_outputs_in_any_order_of_memory(axes: tuple[int, int]) -> Non
     torch.testing.assert_close(change, expected.permute(axes))
 
 
+# of parameters: one whose gradient is zero wherever it has one, and one without a batched backward pass
+WEIGHTS = {
+    "signs": torch.sgn,
+    "unfolded": lambda w: torch.cat([w.sum().unfold(0, 1, 1), w.flatten()[1:]]).view_as(w),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_by_unusual_functions(name: str) -> None:
+    w = nn.Parameter(torch.randn(3, 4))
+    model = Raw(lambda m, x: F.linear(x, WEIGHTS[name](m.w)).tanh(), w=w)
+    x, y, loss = torch.randn(5, 4), torch.randn(5, 3), nn.MSELoss()
+    G, H = of_the_batch(model, loss, x, y)
+    torch.testing.assert_close(curvature.fisher_diagonal(model, loss, x, y)["w"].flatten(), G.diagonal())
+    torch.testing.assert_close(curvature.gauss_newton(model, loss, x, y).to_dense(), G)
+    torch.testing.assert_close(curvature.hessian(model, loss, x, y).to_dense(), H)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [Sine, SineByNumpy, SineOfContext])
 def test_laplacians_without_the_second_derivative_of_a_function_are_refused(function: Any, dtype: torch.dtype) -> None:
@@ -245,32 +271,6 @@ def test_models_that_keep_their_features() -> None:
         assert model.hidden is hidden
 
 
-def test_products_where_torch_has_no_second_derivative() -> None:
-    model = Raw(lambda m, x: m.h((-torch.cdist(x, m.c)).exp()), c=nn.Parameter(torch.randn(4, 4)), h=nn.Linear(4, 3))
-    x, y = torch.randn(5, 4), torch.randint(3, (5,))
-    products_are_right(model, ENTROPY, x, y)
-    with pytest.raises(RuntimeError, match=r"torch has no Hessian of the loss.*cdist.*gauss_newton"):
-        curvature.hessian(model, ENTROPY, (x, y)).to_dense()
-
-
-def spread_of_one(m: Any, x: Tensor) -> Tensor:
-    """Torch's gradient of a standard deviation that is zero is zero, its derivative is not finite."""
-    h = m.a(x)
-    return m.b(h / (1 + h[..., :1].std(-1, unbiased=False, keepdim=True)))
-
-
-NOT_FINITE = {
-    "a spread of one entry": spread_of_one,
-    "logcumsumexp": lambda m, x: m.b(m.a(x)[:, None].expand(-1, 2, -1).logcumsumexp(1)[:, -1]),
-}
-
-
-def prepared(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = Raw(NOT_FINITE[name], a=nn.Linear(4, 5), b=nn.Linear(5, 3))
-    return model, torch.randn(5, 4), torch.randint(3, (5,))
-
-
 class KeepsItsBias(nn.Module):
     """In a cache, with the graph of the first pass, as some vision transformers do in evaluation mode."""
 
@@ -294,14 +294,14 @@ def test_models_that_keep_a_graph(call: Any) -> None:
     call(model, ENTROPY, x, y)
 
 
-@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher])
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_products_by_rows_are_right(name: str, builder: Any) -> None:
-    """They are those of the dense matrix, which comes from backward passes."""
-    model, x, y = prepared(name)
-    found = builder(model, ENTROPY, (x, y))
-    dense, v = found.to_dense(), torch.randn(found.space.size, 3)
-    assert dense.isfinite().all() and dense.any()
+def test_products_where_torch_has_no_second_derivative() -> None:
+    model = Raw(lambda m, x: m.h((-torch.cdist(x, m.c)).exp()), c=nn.Parameter(torch.randn(4, 4)), h=nn.Linear(4, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    products_are_right(model, ENTROPY, x, y)
+    with pytest.raises(RuntimeError, match=r"torch has no Hessian of the loss.*cdist.*gauss_newton"):
+        curvature.hessian(model, ENTROPY, (x, y)).to_dense()
+
+
 @pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.hessian])
 def test_a_loss_without_a_second_derivative(builder: Any) -> None:
     model, lengths = Raw(lambda m, x: m.l(x).unflatten(1, (3, 4)), l=nn.Linear(4, 12)), torch.full((5,), 3)
@@ -313,6 +313,32 @@ def test_a_loss_without_a_second_derivative(builder: Any) -> None:
         builder(model, loss, (torch.randn(5, 4), torch.randint(1, 4, (5, 2)))) @ torch.ones(60)
 
 
+def spread_of_one(m: Any, x: Tensor) -> Tensor:
+    """Torch's gradient of a standard deviation that is zero is zero, its derivative is not finite."""
+    h = m.a(x)
+    return m.b(h / (1 + h[..., :1].std(-1, unbiased=False, keepdim=True)))
+
+
+NOT_FINITE = {
+    "a spread of one entry": spread_of_one,
+    "logcumsumexp": lambda m, x: m.b(m.a(x)[:, None].expand(-1, 2, -1).logcumsumexp(1)[:, -1]),
+}
+
+
+def prepared(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Raw(NOT_FINITE[name], a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    return model, torch.randn(5, 4), torch.randint(3, (5,))
+
+
+@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_products_by_rows_are_right(name: str, builder: Any) -> None:
+    """They are those of the dense matrix, which comes from backward passes."""
+    model, x, y = prepared(name)
+    found = builder(model, ENTROPY, (x, y))
+    dense, v = found.to_dense(), torch.randn(found.space.size, 3)
+    assert dense.isfinite().all() and dense.any()
     torch.testing.assert_close(found @ v[:, 0], dense @ v[:, 0])
     torch.testing.assert_close(found @ v, dense @ v)
     with curvature.kept(found):
