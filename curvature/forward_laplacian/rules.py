@@ -131,7 +131,7 @@ POINTWISE = functions_named(
     "hardswish clamp clip clamp_min clamp_max deg2rad rad2deg frac nan_to_num "
     "pow __pow__ float_power __rpow__ atan2 arctan2 hypot maximum minimum fmax fmin lerp addcmul addcdiv xlogy xlog1py "
     "logaddexp logaddexp2 fmod remainder __mod__ copysign i0 i0e i1 i1e bessel_j0 bessel_j1"
-) | {F.logsigmoid, F.hardtanh, F.relu6, F.hardswish, F.leaky_relu}
+)
 
 register(METADATA | VALUES)(Call.of_values)
 register(properties("requires_grad"))(lambda call: True)

@@ -425,6 +425,28 @@ def test_arguments(name: str, warnings: pytest.LogCaptureFixture):
     assert not warnings.records
 
 
+IN_PLACE = {
+    "relu6": lambda h: F.relu6(h, inplace=True),
+    "hardswish": nn.Hardswish(inplace=True),
+    "hardtanh": lambda h: F.hardtanh(h, -0.3, 0.4, True),
+    "leaky_relu": nn.LeakyReLU(0.2, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_activations_in_place(name: str, warnings: pytest.LogCaptureFixture):
+    """The function overwrites its argument, which the model reads again."""
+    with seeded(3):
+        first, x = nn.Linear(D, 5).double(), torch.randn(N, D).double()
+
+    def model(x: Tensor) -> Tensor:
+        h = first(x) * 1
+        return IN_PLACE[name](h) * h.sin()
+
+    check(model, x)
+    assert f"no rule for {name}_" in warnings.text
+
+
 def test_a_result_in_given_memory():
     """Refused as torch refuses it: the derivatives would be lost."""
     with pytest.raises(RuntimeError, match="out=... arguments don't support automatic differentiation"):
