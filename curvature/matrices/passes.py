@@ -303,7 +303,7 @@ class RecordedBatch:
         return {**others, **stacks}
 
     def _general_terms(self, vector: Tensor, plan: Plan, names: set[str]) -> dict[str, list[Term]]:
-        """Of what no rule explains, by passes of a sample alone, or by the recorded one if their outputs differ in shape."""
+        """Of what no rule explains: from samples alone, or where their outputs have other shapes, the recorded pass."""
         along = self.batch.along(vector)
         if not self.by_graph:
             try:
