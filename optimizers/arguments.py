@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +13,6 @@ from torch import Tensor
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
-
-
-def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Refuse what is no whole number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected a whole number, found {value!r:.80}")
-    if not low <= int(value) <= high:
-        raise ValueError(f"{name}: expected a whole number from {low} to {high}, found {value}")
 
 
 def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:

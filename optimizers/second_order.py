@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from curvature.arguments import check_whole
 from curvature.linalg import by_device
 from curvature.losses import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
-from optimizers.arguments import check_whole, require_one_device
+from optimizers.arguments import require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from curvature.arguments import check_whole
 from curvature.gradients.data import kind_of
 from curvature.losses import Injection, Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import (
@@ -119,7 +120,9 @@ class Batch:
         loss = resolve(loss)
         reduction_of(loss)  # refuses "none"
         x = as_arguments(model, x) if isinstance(x, Mapping) else x
-        dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
+        dims = tuple(sample_dim) if isinstance(sample_dim, tuple | list) else (sample_dim,) * 3
+        for dim in dims:
+            check_whole("sample_dim", dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
         if any(t.is_nested for t in tensors_in(x, y)):
@@ -188,8 +191,10 @@ class Batch:
 
     def parts(self, size: int | None, name: str) -> Iterator[tuple[int, slice]]:
         """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn."""
-        if size is not None and size < 1:
-            raise ValueError(f"{name}: expected a number of samples, found {size}")
+        if size is not None:
+            check_whole(name, size)
+            if size < 1:
+                raise ValueError(f"{name}: expected a number of samples, found {size}")
         size = self.count if size is None else min(size, self.count)
         for turn in range(0, self.count, max(1, size)):
             start = min(turn, self.count - size)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -107,6 +108,8 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
     shapes = {name: (batch.count, *p.shape) for name, p in batch.parameters.items()}
     if out is None:
         return {name: torch.empty(shapes[name], dtype=p.dtype, device=p.device) for name, p in batch.parameters.items()}
+    if not isinstance(out, Mapping) or not all(isinstance(t, Tensor | np.ndarray) for t in out.values()):
+        raise TypeError("out: expected {name: tensor or numpy array}, as per_sample_gradients returns it")
     given = {name: tuple(t.shape) for name, t in out.items()}
     for name in dict.fromkeys([*shapes, *given]):
         if given.get(name) != shapes.get(name):

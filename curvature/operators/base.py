@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from curvature import linalg
+from curvature.arguments import check_whole
 from curvature.operators.space import (
     MAX_DIRECT_SIZE,
     Space,
@@ -130,7 +131,8 @@ class Operator(ABC):
         """
         if k is None:
             return self._eigenvalues()
-        if not isinstance(k, int) or not 1 <= k <= self.space.size:
+        check_whole("k", k)
+        if not 1 <= k <= self.space.size:
             raise ValueError(f"a matrix with {self.space.size} rows has no {k} largest eigenvalues")
         return self._largest_eigenvalues(k)
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from curvature.arguments import check_whole
 from curvature.linalg import copy_to_host_async
 from curvature.operators.base import Given, Operator
 
@@ -41,15 +42,20 @@ def conjugate_gradient(
         preconditioner: a positive definite approximation of ``(M + damping I)^-1``: an operator, such as
             ``kfac.inverse(damping)``, or a function of columns.
         rtol: allowed norm of the residual of each column relative to that of v; by default 1e-10 in float64, 1e-4 in
-            float32.
+            float32; at least the rounding of the precision.
         max_iter: maximum number of iterations, one product each; by default the smaller of 10 P and 5000.
 
     Raises:
-        ValueError: the iteration met a direction of non-positive curvature.
+        ValueError: the iteration met a direction of non-positive curvature, or rtol is below the rounding.
         RuntimeError: no convergence; the message gives the residual reached.
     """
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
+    if not rtol >= (eps := torch.finfo(op.space.dtype).eps):
+        raise ValueError(f"rtol: expected at least {eps:.2g}, the rounding of {op.space.dtype}, found {rtol}")
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
+    check_whole("max_iter", limit)
+    if not (preconditioner is None or isinstance(preconditioner, Operator) or callable(preconditioner)):
+        raise TypeError(f"preconditioner: expected an operator or a function of columns, found {preconditioner!r:.80}")
     is_ours = preconditioner is None or isinstance(preconditioner, Operator)
     if preconditioner is None:
         preconditioner = lambda V: V

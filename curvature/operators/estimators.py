@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.arguments import check_whole
 from curvature.linalg import qr
 from curvature.operators.base import Operator
 
@@ -36,6 +37,7 @@ def mean_estimate(samples: Tensor) -> Estimate:
 
 def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:
     """Split k products into equal parts; ValueError for less than two each, too few to estimate an error."""
+    check_whole("k", k)
     if k < 2 * parts:
         raise ValueError(f"{function.__name__} needs at least {2 * parts} products, found k={k}")
     return k // parts
@@ -143,6 +145,7 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     Raises:
         ValueError: k is too small.
     """
+    check_whole("k", k)
     if k < 6:  # both samples of two vectors have the same error if the matrix is diagonal
         raise ValueError(f"xdiag needs at least 6 products, found k={k}")
     if k >= 2 * op.space.size:

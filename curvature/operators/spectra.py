@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.arguments import check_whole
 from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, largest_eigenpairs, symmetric_eigh
 from curvature.operators.base import Operator
 from curvature.operators.estimators import Estimate, mean_estimate
@@ -95,6 +96,7 @@ def lanczos_eigenpairs(
         ValueError: k is not between 1 and P.
         RuntimeError: no convergence within ``max_products``.
     """
+    check_whole("k", k)
     if not 1 <= k <= op.space.size:
         raise ValueError(f"a matrix with {op.space.size} rows has no {k} largest eigenvalues")
     with op._one_call():
@@ -161,6 +163,7 @@ def lanczos_logdet(
     Raises:
         ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.
     """
+    check_whole("k", k)
     if k < 2:
         raise ValueError(f"lanczos_logdet needs at least two starts, found k={k}")
     nodes, weights = _quadrature(op, k, steps, generator)
@@ -170,6 +173,8 @@ def lanczos_logdet(
 
 def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Nodes and weights (vectors, steps) with ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
+    check_whole("vectors", vectors)
+    check_whole("steps", steps)
     if vectors < 1:
         raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
     if steps < 1:
@@ -187,6 +192,7 @@ def _lanczos_from_starts(
     op: Operator, k: int, starts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`lanczos` from several starts (P, c): diagonals (c, k), off-diagonals (c, k - 1), bases as rows (c, k, P)."""
+    check_whole("k", k)
     if k < 1:
         raise ValueError(f"lanczos needs at least one step, found k={k}")
     norms = starts.norm(dim=0)

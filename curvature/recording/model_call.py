@@ -59,13 +59,18 @@ def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[
         raise ValueError(f"model: no parameter requires a gradient{which}")
     if chosen is None:
         return trained
-    if isinstance(chosen, str):
-        raise TypeError(f"parameters: expected names of parameters or modules, as in [{chosen!r}], found a string")
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+        hint, what = (f", as in [{chosen!r}]", "a string") if isinstance(chosen, str) else ("", repr(chosen))
+        raise TypeError(f"parameters: expected names of parameters or modules{hint}, found {what:.80}")
     chosen = list(chosen)
     if not chosen:
         raise ValueError("parameters: there is no name")
     found: set[int] = set()
     for key in chosen:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"parameters: expected names of parameters or modules, found one of type {type(key).__name__}"
+            )
         found |= {id(trained[key])} if key in trained else _below(model, key)
     return {name: p for name, p in trained.items() if id(p) in found}
 

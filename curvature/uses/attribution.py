@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvature.arguments import check_whole
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
 from curvature.kronecker import Basis, Scheme
 from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
@@ -160,8 +161,10 @@ def _by_parameter(
     K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
     if not isinstance(K, Operator):
         raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
-    if rank is not None and rank < 1:
-        raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
+    if rank is not None:
+        check_whole("query_rank", rank)
+        if rank < 1:
+            raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
     names = K.space.names
     queries = _terms(model, loss, query, sample_dim, names, False)
     first = next(queries, None)

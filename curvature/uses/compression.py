@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from curvature.arguments import check_whole
 from curvature.linalg import cat, cholesky, full_precision
 from curvature.operators import (
     Dense,
@@ -96,6 +97,7 @@ def prune(
     measure K again and prune further (weights that are zero go first). The gradient is taken to be zero.
     """
     space, groups = K.space, _groups(K.space, sparsity)
+    check_whole("rounds", rounds)
     if rounds < 1:
         raise ValueError(f"rounds: expected at least one, found {rounds}")
     theta = checked_parameters(space, model)

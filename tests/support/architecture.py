@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("curvature", "optimizers")
 # A package imports only packages of lower floors, and only what their __init__ exports.
 FLOORS = {
+    "arguments": 0,
     "lazy": 0,
     "linalg": 1,
     "terms": 1,

@@ -363,6 +363,14 @@ def test_chunks_and_memory_that_are_refused() -> None:
     call = lambda **options: curvature.per_sample_gradients(model, LOSS, x, y, **options)
     with pytest.raises(ValueError, match="chunk: expected a number of samples, found 0"):
         call(chunk=0)
+    with pytest.raises(TypeError, match=r"chunk: expected a whole number, found 1\.5"):
+        call(chunk=1.5)
+    for dim in (1.5, None, "batch", (0, 0, 0.5)):
+        with pytest.raises(TypeError, match="sample_dim: expected a whole number, found"):
+            call(sample_dim=dim)
+    for out in (list(right.values()), 5, dict.fromkeys(right, [1.0])):
+        with pytest.raises(TypeError, match=r"out: expected \{name: tensor or numpy array\}"):
+            call(out=out)
     with pytest.raises(ValueError, match=r"out: expected 4\.bias of shape \(7, 3\), found \(6, 3\)"):
         call(out=right | {"4.bias": torch.empty(6, 3)})
     with pytest.raises(ValueError, match=r"out: expected 0\.weight of shape \(7, 4, 1, 3, 3\), found none"):

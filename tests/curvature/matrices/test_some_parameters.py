@@ -120,6 +120,8 @@ def test_blocks(builder: str) -> None:
         (["body", "conv.bias"], ValueError, "nothing of 'conv.bias' requires a gradient"),
         ("body", TypeError, r"names of parameters or modules, as in \['body'\]"),
         ([], ValueError, "there is no name"),
+        ([0], TypeError, "expected names of parameters or modules, found one of type int"),
+        (0, TypeError, "expected names of parameters or modules, found 0"),
     ],
 )
 def test_refused(chosen: Any, error: type[Exception], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,14 @@ def test_conjugate_gradient_refuses(device):
     with pytest.raises(ValueError, match="the vector is not finite"):
         conjugate_gradient(op, v * math.nan, 1.5)
     with pytest.raises(RuntimeError, match="Use more damping, a preconditioner"):
-        conjugate_gradient(op, v, 1.5, rtol=1e-30)
+        conjugate_gradient(op, v, 1.5, max_iter=2)
+    for rtol in (0, -1.0, 1e-30, math.nan):
+        with pytest.raises(ValueError, match="rtol: expected at least 2.2e-16, the rounding of torch.float64"):
+            conjugate_gradient(op, v, 1.5, rtol=rtol)
+    with pytest.raises(TypeError, match="max_iter: expected a whole number, found 1.5"):
+        conjugate_gradient(op, v, 1.5, max_iter=1.5)
+    with pytest.raises(TypeError, match="preconditioner: expected an operator or a function of columns, found 5"):
+        conjugate_gradient(op, v, 1.5, preconditioner=5)
 
 
 def test_conjugate_gradient_in_single_precision(device):
@@ -134,7 +142,7 @@ def test_conjugate_gradient_in_single_precision(device):
     found = conjugate_gradient(op, v)
     assert (op @ found - v).norm() <= 1e-4 * v.norm()
     with pytest.raises(RuntimeError, match="relative residual"):
-        conjugate_gradient(op, v, rtol=1e-9)
+        conjugate_gradient(op, v, rtol=2e-7)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -336,6 +344,15 @@ def test_lanczos_eigenvalues_refuse(device):
     for k in (0, 301):
         with pytest.raises(ValueError, match=f"no {k} largest"):
             lanczos_eigenvalues(op, k)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_numbers_of_products_are_whole(name):
+    op = indefinite(Source("cpu"))
+    for k in (8.0, 7.5, True, "8", None):
+        with pytest.raises(TypeError, match=r"^(k|vectors): expected a whole number, found"):
+            ESTIMATORS[name](op, k, None)
+    assert torch.equal(op.eigenvalues(np.int64(3)), op.eigenvalues(3))
 
 
 @pytest.mark.fast

@@ -118,6 +118,8 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, part in curvature.influence_by_place(model, LOSS, *pieces, whole, query_rank=1).items():
         total = curvature.influence_by_parameter(model, LOSS, *pieces, whole, query_rank=1)[name]
         torch.testing.assert_close(part.sum(2), total)
+    with pytest.raises(TypeError, match=r"query_rank: expected a whole number, found 1\.5"):
+        curvature.influence(model, LOSS, train, query, query_rank=1.5)
     with pytest.raises(ValueError, match="query_rank: expected a positive number or None, found 0"):
         curvature.influence(model, LOSS, train, query, whole, query_rank=0)
 

@@ -252,6 +252,8 @@ def test_what_cannot_be_pruned_is_refused():
         curvature.prune(K, model, {"1.weight": 0.5})
     with pytest.raises(ValueError, match="expected at least one, found 0"):
         curvature.prune(K, model, 0.5, rounds=0)
+    with pytest.raises(TypeError, match=r"rounds: expected a whole number, found 2\.5"):
+        curvature.prune(K, model, 0.5, rounds=2.5)
     with pytest.raises(KeyError, match="2.weight is missing"):
         curvature.saliencies(K, model[:1])
     with pytest.raises(ValueError, match="Use a damping above"):
