@@ -168,11 +168,11 @@ class EKFAC(KFAC):
     """`KFAC` with the curvature rescaled in the eigenbasis of its factors (arXiv:1806.03884).
 
     Mean squares of the per-sample gradients in the eigenbasis replace the eigenvalues of each layer, without building
-    those gradients; they are carried over when the basis changes. Until a layer is inverted for the second time, its
-    eigenvalues are those of the factors. Where a layer is used at several places of a sample,
-    evenly spaced samples of the batch, 16 at least, stand for all. A layer with more than 512 rows in a side (with
-    `block_size`: in a diagonal block), whose eigenbasis would cost several times the rest of a step, is treated as in
-    `KFAC`, which `report()` says. Arguments as for `KFAC`.
+    those gradients; they are carried over when the basis changes. Before the second renewal there are none, and
+    eigenvalues are those of the factors. Where a layer is used at several places of a sample, evenly spaced samples of
+    the batch, 16 at least, stand for all. A layer with more than 512 rows in a side (with `block_size`: in a diagonal
+    block), whose eigenbasis would cost several times the rest of a step, is treated as in `KFAC`, which `report()`
+    says. Arguments as for `KFAC`.
     """
 
     structure = "eigen"

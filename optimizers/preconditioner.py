@@ -111,7 +111,9 @@ class Preconditioner:
         workers.assign(blocks)
         costs = {b.names[0]: b.costs for b in blocks}
         sides = {
-            b.names[0]: self.schedule.inverts(step, *pair) if workers.is_ready(b) else [True] * len(pair[1])
+            b.names[0]: self.schedule.inverts(step, *pair)
+            if workers.is_ready(b) and not b.is_outdated
+            else [True] * len(pair[1])
             for b, pair in zip(blocks, costs.items(), strict=True)
         }
         due = [b for b in blocks if any(sides[b.names[0]])]
@@ -126,6 +128,8 @@ class Preconditioner:
         workers.exchange(due)
         for b in due:
             self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])
+            for leaf in b.leaves:
+                leaf.is_outdated = False
         return len(due)
 
     def has_nothing_due(self) -> bool:

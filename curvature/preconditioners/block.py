@@ -45,6 +45,7 @@ class Block:
     # Relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm of the
     # numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known, as when loaded
     drift: Tensor | None = None
+    is_outdated = False  # whether `inverse` lacks what there was no measure of before, however little sides have moved
 
     def __init_subclass__(cls) -> None:
         if "structure" in vars(cls):

@@ -441,6 +441,7 @@ class RowRangeBlock(Block):
 
     bytes, expected_bytes, outliers = (_of_parts(name, sum) for name in ("bytes", "expected_bytes", "outliers"))
     updates, is_ready, drift = _of_parts("updates", max), _of_parts("is_ready", all), _of_parts("drift", _largest)
+    is_outdated = _of_parts("is_outdated", any)
 
     @property
     def costs(self) -> tuple[float, ...]:

@@ -143,6 +143,7 @@ class EigenBlock(KroneckerBlock):
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             own = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
             self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, own)
+            self.is_outdated = not self.seen
             self.seen += 1
         return super().update(statistics, means, decay, weight)
 

@@ -197,6 +197,24 @@ def test_rescaling_changes_the_step():
     assert (ends[0][2] - ends[1][2]).norm() > 1e-3 * ends[0][2].norm()
 
 
+@pytest.mark.fast
+def test_the_first_squares_reach_the_step_where_factors_rest():
+    """One batch again and again, and parameters that stay: nothing changes but that squares are known."""
+    model, loss, x, y = task("mlp")
+    opt = EKFAC(model, inject=curvature.empirical(), loss=loss, lr=1e-30)
+    train(model, opt, loss, x, y, 2)
+    for block in opt.store.blocks:
+        by_factors = block.row_values[:, :, None] * block.column_values[:, None]
+        assert block.seen == 1 and (block.values - by_factors).norm() > 0.01 * by_factors.norm()
+        inverted, stays = block.inverse.values, block.inverse
+        block.invert([block], 0.05, None, {})
+        torch.testing.assert_close(inverted, block.inverse.values, rtol=1e-4, atol=0.0)
+        block.inverse = stays
+    train(model, opt, loss, x, y, 2)
+    assert all(block.inverse is not None and not block.is_outdated for block in opt.store.blocks)
+    assert set(opt.preconditioner.schedule.inverted.values()) == {1}
+
+
 @pytest.mark.training_run
 @pytest.mark.parametrize("optimizer, adaptive", [(KFAC, False), (EKFAC, True)])
 def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive: bool):
