@@ -54,6 +54,7 @@ class Preconditioner:
         self.store, self.recorder, self.schedule, self.team, self.monitor = store, recorder, schedule, team, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
+        self.lacks_inverses = False  # of blocks that have been loaded without: then the next step makes them
         # whether blocks solve for gradients as they are
         self.is_plain = type(store).right_hand_sides is CurvatureStore.right_hand_sides
 
@@ -81,7 +82,8 @@ class Preconditioner:
             if not self.blocks:
                 warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
             self.store.update_average(found.curvature, self.decay)
-            self._note_renewal(found.curvature.blocks, trained)
+            if is_renewal or found.curvature.blocks:
+                self._note_renewal(found.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
         self.recorder.outputs.update(found.outputs, found.curvature.along)
@@ -107,6 +109,7 @@ class Preconditioner:
     def _invert_due(self, options: Options, device: torch.device) -> int:
         """Invert the blocks that are due; returns their number."""
         step, workers = self.monitor.steps, self.team.workers
+        self.lacks_inverses = False
         blocks = [b for b in self.blocks if b.updates]
         workers.assign(blocks)
         costs = {b.names[0]: b.costs for b in blocks}
@@ -134,7 +137,7 @@ class Preconditioner:
 
     def has_nothing_due(self) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        is_due = self.recorder.has_measured or self.schedule.renews(self.monitor.steps)
+        is_due = self.recorder.has_measured or self.schedule.renews(self.monitor.steps) or self.lacks_inverses
         return not is_due and bool(self.blocks)
 
     def has_seen_empty_batches_only(self) -> bool:

@@ -316,6 +316,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.monitor.load_state_dict(parts["monitor"])
         self.preconditioner.schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
+        is_ready = self.team.workers.is_ready
+        self.preconditioner.lacks_inverses = not all(is_ready(b) for b in self.store.blocks if b.updates)
         self.rule.load_state_dict(parts["rule"], trained)
         residual = parts["residual_rule"]
         self.residual_rule = None if residual is None else self.residual_step()

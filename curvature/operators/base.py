@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from numbers import Integral
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -191,7 +192,7 @@ class Operator(ABC):
             TypeError: k is no number of draws.
             ValueError: as for `solve`.
         """
-        if isinstance(k, float) or (k is not None and k < 1):
+        if k is not None and (isinstance(k, bool) or not isinstance(k, Integral) or k < 1):
             raise TypeError(f"k: expected a number of draws, found {k!r}; damping goes by name: sample(damping=...)")
         if generator is None:
             generator = self._generator = self._generator or self.space.generator()

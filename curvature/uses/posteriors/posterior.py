@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -268,7 +269,7 @@ def _shown(prior: list[float]) -> str:
 
 
 def require_draws(what: str, given: Any) -> None:
-    if not isinstance(given, int) or given < 1:
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
         raise TypeError(f"{what}: expected a number of draws, found {given!r}")
 
 

@@ -166,7 +166,7 @@ def test_files_that_are_no_matrix(tmp_path):
                 load(tmp_path / name, lazily=lazily)
 
 
-@pytest.mark.parametrize("k", [0.5, 2.0, 0, -1])
+@pytest.mark.parametrize("k", [0.5, 2.0, 0, -1, True, "2"])
 def test_a_number_of_draws_is_no_damping(k):
     op, _ = structures()["dense"](Source("cpu"))
     with pytest.raises(TypeError, match=r"k: expected a number of draws.*sample\(damping=\.\.\.\)"):

@@ -234,6 +234,15 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "damping": run(parallel, damping=0.01, momentum=0.5, weight_decay=0.01),
     "own inverses": run(parallel, distributed=Distributed(gradient_worker_fraction=0.0)),
     "own inverses, reloaded": run(parallel, distributed=Distributed(gradient_worker_fraction=0.0), reloads=True),
+    # at step 12; steps 11 and 13 renew and invert everything
+    "own inverses, reloaded between renewals": run(
+        parallel,
+        distributed=Distributed(gradient_worker_fraction=0.0),
+        reloads=True,
+        steps=15,
+        factor_every=2,
+        decompose_every=1,
+    ),
     "half of the inverses": run(parallel, distributed=Distributed(gradient_worker_fraction=0.5)),
     "accumulated": by_hand,
     "accumulated EKFAC": run(by_hand, kind=EKFAC),

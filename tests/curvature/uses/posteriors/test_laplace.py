@@ -302,6 +302,8 @@ def test_what_a_posterior_refuses() -> None:
         posterior.optimize_prior()
     with pytest.raises(TypeError, match="samples: expected a number of draws, found 0"):
         posterior.predict(x, samples=0)
+    with pytest.raises(TypeError, match="samples: expected a number of draws, found True"):
+        posterior.predict(x, samples=True)
     with pytest.raises(TypeError, match="n: expected a number of draws, found 1.5"):
         posterior.sample(1.5)
     with pytest.raises(ValueError, match="noise: BCE.* has its own"):
