@@ -38,7 +38,8 @@ def rows_of(
     """A row for each block and each parameter that has none, in the order of the model, and for what all share."""
     given = {id(p) for group in groups for p in group["params"]}
     left_out = {name for name, p in model.named_parameters() if id(p) not in given}
-    sizes = [(block.bytes if block.is_ready else block.expected_bytes) / 1e6 for block in blocks]
+    # what depends on the number of samples is not known before the first step
+    sizes = [(block.bytes if block.is_ready else block.expected_bytes) / 1e6 or None for block in blocks]
     rows = [
         Row(block.names, block.structure, block.describe(), megabytes, block.reason)
         for block, megabytes in zip(blocks, sizes, strict=True)
@@ -51,7 +52,9 @@ def rows_of(
     order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
     rows.sort(key=lambda row: order.get(row.names[0], len(order)))
     momenta = 2 * sum(p.numel() * p.element_size() for p in trained.values()) / 1e6
-    return [*rows, Row(["momentum and last step"], "", "", momenta), Row(["in all"], "", "", sum(sizes) + momenta)]
+    known = [size for size in sizes if size is not None]
+    total = sum(known) + momenta if len(known) == len(sizes) else None
+    return [*rows, Row(["momentum and last step"], "", "", momenta), Row(["in all"], "", "", total)]
 
 
 def curvature_stats(blocks: Sequence[Block], schedule: Schedule) -> dict[str, Any]:

@@ -267,7 +267,8 @@ class SecondOrderOptimizer(ModelOptimizer):
     def report(self) -> str:
         """A table of all parameters, 100 columns wide: preconditioner, factor shapes, memory, and reasons as notes.
 
-        MB are 10^6 bytes kept between steps; between the first forward pass and the first step, an upper bound.
+        MB are 10^6 bytes kept between steps; between the first forward pass and the first step, an upper bound, or none
+        where it depends on the number of samples.
         """
         if self.residual_rule is not None:
             return "\n".join(table(self.residual_rule.rows(self.model)))

@@ -38,6 +38,20 @@ def test_fits_100_columns(kind: type[KFAC] | type[EKFAC] | type[NaturalGradient]
         opt.step()
 
 
+@pytest.mark.parametrize("solver", ["woodbury", "cg", "dense"])
+def test_memory_that_depends_on_the_batch_is_not_told_before_the_first_step(solver: str):
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 10))
+    opt = NaturalGradient(model, solver=solver)
+    loss = model(torch.randn(40, 30)).square().mean()
+    before = opt.report().splitlines()
+    loss.backward()
+    opt.step()
+    for early, late in zip(before, opt.report().splitlines(), strict=True):
+        told, kept = (re.findall(r" (\d+\.\d\d)$", line) for line in (early, late))
+        assert not told or float(told[0]) >= float(kept[0])
+    assert (before[-1] == "in all") == (solver != "dense")
+
+
 def test_a_replaced_layer_has_one_row_for_each_parameter():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     opt = KFAC(model)
