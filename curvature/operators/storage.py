@@ -76,8 +76,9 @@ def rounded_state(state: Any, dtype: torch.dtype, space: str | None = None) -> A
         state["dtype"] = space
     elif structure == "EigenKronecker":
         del state["rounding"]  # that of the values before
-    elif structure == "Dense":
-        state["matrix"] = (state["matrix"] + state["matrix"].mT) / 2  # so that its rounding is symmetric
+    elif structure in ("Dense", "Kronecker"):  # symmetric up to rounding: in another precision, altogether
+        whole = {key: x for key, x in state.items() if isinstance(x, Tensor) and (structure == "Dense" or x.ndim == 3)}
+        state |= {key: (x + x.mT) / 2 for key, x in whole.items()}
     return {key: rounded_state(item, dtype, space) for key, item in state.items()}
 
 

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import curvature
 from curvature.operators import BlockDiagonal, Operator, Space, load, stored
 from curvature.operators.kronecker import EigenKronecker, Kronecker
+from support.cases.case import seeded
 from support.structures import ARRANGEMENTS, Source, structures
 
 D = 0.7
@@ -111,3 +113,16 @@ def test_refused(tmp_path: Path) -> None:
     torch.save({"structure": "Unheard"}, tmp_path / "new.pt")
     with pytest.raises(ValueError, match="unknown structure 'Unheard'"):
         load(tmp_path / "new.pt", lazily=True)
+
+
+def test_factors_of_a_model_in_single_precision_can_be_widened() -> None:
+    """They are symmetric up to rounding, which is that of single precision."""
+    with seeded(0):
+        model, x, y = nn.Linear(12, 5), torch.randn(60, 12), torch.randint(5, (60,))
+    K = curvature.kfac(model, nn.CrossEntropyLoss(), (x, y))
+    wide = K.to(torch.float64)
+    torch.testing.assert_close(wide.to_dense(), K.to_dense().double(), rtol=1e-5, atol=1e-8)
+    tilted = K["weight"].A.clone()
+    tilted[0, 0, 1] += 1e-7 * tilted[0, 0, 0]
+    block = Kronecker(K["weight"].space, K["weight"].arrangement, K["weight"].B, tilted, is_symmetric=True)
+    assert torch.equal(block.to(torch.float64).A, block.to(torch.float64).A.mT)
