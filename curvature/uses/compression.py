@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvature.arguments import check_whole
-from curvature.linalg import cat, cholesky, full_precision
+from curvature.linalg import cat, cholesky, full_precision, widest
 from curvature.operators import (
     Dense,
     Diagonal,
@@ -29,6 +29,7 @@ from curvature.operators import (
 
 DAMPING = 0.01  # of the mean eigenvalue, as Frantar et al. 2022, arXiv:2210.17323, section 3.3
 ROUGHLY = 1e-2  # tolerance of systems that a later round solves again
+TOLERANCE = 1e-4  # of the last, for parameters in single precision
 Sparsity = float | Mapping[str, float]
 
 
@@ -152,13 +153,22 @@ class QuadraticBlock:
     def remove(self, free: Tensor, rtol: float | None = None) -> None:
         """Leave these weights alone, and let them make up for the others, to a tolerance of `conjugate_gradient`."""
         self.w = self.w * free
-        lost = free * self._product((self.w - self.start)[:, None])[:, 0]
-        scale = (self.block.diagonal() + self.damping)[:, None]
-        within = MatrixFree(self.block.space, lambda V: torch.where(free[:, None], self._product(free[:, None] * V), V))
-        self.w = self.w - conjugate_gradient(within, lost, preconditioner=lambda V: V / scale, rtol=rtol)
+        try:
+            change = self._change(self.block, free, rtol)
+        except RuntimeError:  # the rounding of products in single precision may be above the tolerance
+            wide = widest(self.block.space.device.type)
+            if self.block.space.dtype == wide or not self.block.fields:
+                raise
+            change = self._change(self.block.to(wide), free, TOLERANCE if rtol is None else rtol).to(self.w)
+        self.w = self.w + change
 
-    def _product(self, V: Tensor) -> Tensor:
-        return self.block @ V + self.damping * V
+    def _change(self, block: Operator, free: Tensor, rtol: float | None) -> Tensor:
+        """That of the weights that are left, to the minimum."""
+        product = lambda V: block @ V + self.damping * V
+        lost = free * product((self.start - self.w).to(block.space.dtype)[:, None])[:, 0]
+        scale = (block.diagonal() + self.damping)[:, None]
+        within = MatrixFree(block.space, lambda V: torch.where(free[:, None], product(free[:, None] * V), V))
+        return conjugate_gradient(within, lost, preconditioner=lambda V: V / scale, rtol=rtol)
 
 
 class DenseBlock(QuadraticBlock):
@@ -178,7 +188,8 @@ class DenseBlock(QuadraticBlock):
     def remove(self, free: Tensor, rtol: float | None = None) -> None:
         self.w = self.w * free
         self.prepare(free)
-        self.w[free] -= self.inverse @ self._product((self.w - self.start)[:, None])[free, 0]
+        moved = (self.w - self.start)[:, None]
+        self.w[free] -= self.inverse @ (self.block @ moved + self.damping * moved)[free, 0]
 
 
 def _groups(space: Space, sparsity: Sparsity) -> list[tuple[Sequence[str], float]]:

@@ -242,6 +242,28 @@ def test_pruning_in_steps_adds_zeros_and_the_default_damping_is_relative():
     assert not everything["0.weight"].any() and not everything["2.weight"].any()
 
 
+def test_pruning_goes_on_in_double_precision_where_products_are_too_coarse(monkeypatch):
+    def solved(op, v, **options):
+        if op.space.dtype == torch.float32:
+            raise RuntimeError("conjugate gradients reached a relative residual of 2e-4")
+        return curvature.conjugate_gradient(op, v, **options)
+
+    model, data = (part.float() if isinstance(part, nn.Module) else part for part in network(4, 5, 9))
+    data = data[0].float(), data[1]
+    K = curvature.kfac(model, LOSS, data)
+    found = [curvature.prune(K, model, 0.4, rounds=rounds) for rounds in (1, 3)]
+    monkeypatch.setattr(curvature.uses.compression, "conjugate_gradient", solved)
+    for rounds, (parameters, masks) in zip((1, 3), found, strict=True):
+        again, left = curvature.prune(K, model, 0.4, rounds=rounds)
+        for name, p in parameters.items():
+            assert again[name].dtype == torch.float32
+            torch.testing.assert_close(again[name], p, rtol=0.0, atol=1e-2 if rounds > 1 else 1e-3)
+        assert rounds > 1 or all(torch.equal(left[name], mask) for name, mask in masks.items())
+    K = curvature.empirical_fisher(model, LOSS, data)
+    with pytest.raises(RuntimeError, match="relative residual of 2e-4"):
+        curvature.prune(K, model, 0.4, damping=0.1)
+
+
 def test_what_cannot_be_pruned_is_refused():
     model, data = network(4, 5, 9)
     K = curvature.kfac(model, LOSS, data)
