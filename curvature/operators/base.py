@@ -127,6 +127,7 @@ class Operator(ABC):
         ``-(-M).eigenvalues(k)``.
 
         Raises:
+            TypeError: k is no whole number.
             ValueError: k is not between 1 and P; or, without k, P exceeds `DENSE_LIMIT`.
             RuntimeError: Lanczos does not converge.
         """
