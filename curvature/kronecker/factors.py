@@ -206,7 +206,8 @@ class Scheme:
             bias = _mean_bias(whole)
             found = self._empty(whole[0], k, len(a) * bias**2)
             self._add_second(found, a, None, bias)
-            return found, len(a)
+            counts = self._counts(whole)
+            return found, len(a) if counts is None else (counts > 0).sum(0).to(self.dtype)
         count: int | Tensor = 0
         for term in whole:
             arrived = self._arrived(term)
@@ -275,8 +276,13 @@ class Scheme:
 
     def _arrived(self, term: Affine) -> Tensor | None:
         """The places (N, t, g) sent to each group, which counts no others; None: all, as if zeros leave a bias on."""
-        is_routed = isinstance(term, OuterProduct) and term.is_routed and self.sharing == "expand"
+        is_routed = isinstance(term, OuterProduct) and term.is_routed
         return cast("OuterProduct", term).arrived if is_routed and len(self.arrangement.shapes) == 1 else None
+
+    def _counts(self, terms: Sequence[Affine]) -> Tensor | None:
+        """How many places of each sample are sent to each group, (N, g); None: all of them."""
+        arrived = [own.sum(1) for term in terms if (own := self._arrived(term)) is not None]
+        return sum_in_place(arrived) if arrived else None
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
@@ -311,6 +317,9 @@ class Scheme:
         for inputs, a in (x for term in terms for x in term.activations()):
             rows = a.sum(1) if is_mean else a.flatten(0, 1)
             total[..., slice(None) if inputs is None else inputs] += rows.to(self.dtype)
+        counts = self._counts(terms) if is_mean else None
+        if counts is not None:
+            return total / counts.clamp(min=1)[..., None]
         return total / places if is_mean else total
 
     def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:

@@ -104,6 +104,14 @@ def test_a_pair_for_each_expert(call: str, places: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+def test_one_place_for_each_sample(call: str) -> None:
+    """Then both ways of sharing are the same: samples that do not reach an expert count in neither."""
+    model, data = problem(call)
+    expand, reduce = (curvature.kfac(model, LOSS, data, sharing=sharing)["W"] for sharing in ("expand", "reduce"))
+    matches(reduce.to_dense(), expand.to_dense(), 1e-12)
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_rescaled_by_expert(call: str) -> None:
     """EKFAC: the exact block's diagonal in the eigenbasis of each expert."""
     model, data = problem(call)
