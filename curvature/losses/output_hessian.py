@@ -122,12 +122,18 @@ class OutputBatch:
         """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels."""
         loss, row = self.resolved
         if row is not None and row.likelihood is not None:
-            masses = self.masses()
+            masses = self.masses(signed=True)
             unit = row.likelihood(loss, self.output)
+            product = lambda: lambda u: unit.product(u).mul_(masses)
+            is_signed = self._may_be_negative(loss) and self._least_negative(masses) is not None
+            if is_signed and unit.is_hessian:
+                return OutputCurvature(product, diagonal=lambda: masses * unit.diagonal())
             if is_expected or unit.is_hessian:
+                if is_signed:
+                    self._require_semidefinite(masses)
                 scale = masses.sqrt()
                 return OutputCurvature(
-                    product=lambda: lambda u: unit.product(u).mul_(masses),
+                    product=product,
                     root=lambda eps: scale * unit.root(eps),
                     columns=self._columns(lambda eps: scale * unit.thin_root(eps), unit.spares_last_class),
                     diagonal=lambda: masses * unit.diagonal(),
@@ -137,7 +143,8 @@ class OutputBatch:
         if row is None or not row.is_diagonal:
             return OutputCurvature(self.product)
         curves = self.product()(torch.ones_like(self.output)[None])[0]
-        self._require_semidefinite(curves)
+        if self._least_negative(curves) is not None:
+            return OutputCurvature(lambda: lambda u: curves * u, diagonal=lambda: curves)
         along = curves.clamp(min=0).sqrt()
         root = lambda eps: along * eps
         return OutputCurvature(lambda: lambda u: curves * u, root, self._columns(root))
@@ -175,8 +182,8 @@ class OutputBatch:
 
         return product
 
-    def masses(self, strict: bool = True) -> Tensor:
-        """The mass of each term of the output in l_n.
+    def masses(self, strict: bool = True, signed: bool = False) -> Tensor:
+        """The mass of each term of the output in l_n; ValueError where one is negative, unless `signed`.
 
         1 if the loss is a sum, 1/T if it is a mean over T terms per sample; with class indices, the weight of the class
         (0 if ignored) over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable
@@ -197,7 +204,10 @@ class OutputBatch:
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
-            return self._probed_masses(loss, row, target).reshape(masses.shape)
+            found = self._probed_masses(loss, row, target).reshape(masses.shape)
+            if not signed and self._may_be_negative(loss):
+                self._require_semidefinite(found)
+            return found
         terms = masses[:, : output.shape[1] // 2] if row.heads else masses
         if isinstance(target, Tensor) and row.classes is None:
             sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
@@ -246,8 +256,6 @@ class OutputBatch:
         # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0, no curvature
         share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
         masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
-        if loss.weight is not None or target.is_floating_point():
-            self._require_semidefinite(masses)
         return (masses / value if value else masses).to(self.output.dtype)
 
     def _root_by_eigh(self, product: LinearMap) -> LinearMap:
@@ -262,14 +270,24 @@ class OutputBatch:
         root = torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
         return lambda eps: torch.einsum("nij,knj->kni", root, eps.reshape(len(eps), count, size)).reshape(eps.shape)
 
-    def _require_semidefinite(self, values: Tensor, factor: int = 1) -> None:
-        """Refuse values that are negative beyond ``factor`` times the rounding error of the largest."""
+    def _may_be_negative(self, loss: Any) -> bool:
+        """Whether masses may be, which takes a look at their values."""
+        is_soft = isinstance(self.target, Tensor) and self.target.is_floating_point()
+        return is_soft or getattr(loss, "weight", None) is not None
+
+    def _least_negative(self, values: Tensor, factor: int = 1) -> float | None:
+        """The least value, if it is negative beyond ``factor`` times the rounding error of the largest."""
         finite = values.nan_to_num(0.0, 0.0)
         least = finite.amin()
-        if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
+        is_negative = least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax()
+        return least.item() if is_negative else None
+
+    def _require_semidefinite(self, values: Tensor, factor: int = 1) -> None:
+        least = self._least_negative(values, factor)
+        if least is not None:
             raise ValueError(
                 f"{name_of(self.loss)} is not convex in the output: its Hessian there is not positive semi-definite "
-                f"(found {least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
+                f"(found {least:.3g}), so it has no root. Use isotropic(), or a convex loss"
             )
 
     def _missing_target(self) -> ValueError:

@@ -93,6 +93,32 @@ def test_losses_of_the_users_own(name, model, sizes):
     torch.testing.assert_close(traces[0], float(curvature.kfac(model, loss, data).trace()))
 
 
+ADVANTAGES = drawn(N, 1, seed=4) * F.one_hot(LABELS)
+SIGNED = {
+    "advantages": (nn.CrossEntropyLoss(), ADVANTAGES),
+    "advantages, summed": (nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum"), ADVANTAGES),
+    "weights of outputs": (nn.BCEWithLogitsLoss(weight=drawn(3, seed=5)), Y.sigmoid()),
+    "weights of positive labels": (nn.BCEWithLogitsLoss(pos_weight=-1 - WEIGHT), Y.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", SIGNED)
+def test_negative_weights_of_torchs_losses(name, sizes):
+    """As in policy gradients: the matrix is indefinite. What draws labels or takes roots refuses it."""
+    (loss, y), model = SIGNED[name], built(MODELS["mlp"])
+    G, H = of_the_batch(model, loss, X, y)
+    assert torch.linalg.eigvalsh(G)[0] < -1e-3
+    data = list(zip(X.split(sizes), y.split(sizes), strict=True))
+    assert_all_forms(curvature.gauss_newton(model, loss, data), G)
+    assert_all_forms(curvature.hessian(model, loss, data), H)
+    diagonal = torch.cat([d.flatten() for d in curvature.fisher_diagonal(model, loss, data).values()])
+    torch.testing.assert_close(diagonal, G.diagonal())
+    for inject in (curvature.sampled(), curvature.propagated(), curvature.isotropic()):
+        with pytest.raises(ValueError, match="not convex"):
+            curvature.fisher_diagonal(model, loss, data, inject)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", MEETING)
 def test_losses_in_which_samples_meet(name, model):
