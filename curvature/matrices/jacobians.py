@@ -105,9 +105,9 @@ def _entry_by_entry(sample: Batch, parameters: dict[str, nn.Parameter]) -> dict[
 def _by_sample(output: Tensor, count: int, axis: int) -> Tensor:
     """(..., N, ...) to (N, ...), and (..., N * m, ...) to (N, m, ...)."""
     rows = output.movedim(axis, 0)
-    if len(rows) == count:
+    if rows.ndim and len(rows) == count:
         return rows
-    if len(rows) % count:
+    if not rows.ndim or len(rows) % count:
         raise ValueError(f"model: {count} samples in x, but the shape of the output is {tuple(output.shape)}")
     return rows.unflatten(0, (count, len(rows) // count))
 

@@ -182,6 +182,11 @@ class RecordedBatch:
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
         """This batch, or the same as one sample where samples meet, if rows ``v^T J`` of samples are needed."""
+        if self.output.ndim == 0:
+            raise ValueError(
+                "model: it returns one number for all samples, perhaps its loss, and none has an output of its own; "
+                "return the outputs with an axis of samples, and let the loss take them (hessian() needs none)"
+            )
         if not inject.weighs_samples:
             require_none(self.batch, self.output)
         try:

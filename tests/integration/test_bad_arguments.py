@@ -288,3 +288,28 @@ def test_matrices(name: str):
 def test_capture(wrong: object):
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, found"), curvature.capture(wrong):  # type: ignore[arg-type]
         pass
+
+
+class ReturnsItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), lambda o, y: o.square()], ids=["torch's", "own"])
+def test_models_that_return_one_number(loss: Any) -> None:
+    """The Hessian needs no output of each sample."""
+    model, data = ReturnsItsLoss(), (POINTS, torch.zeros(6))
+    for call in (
+        lambda: curvature.gauss_newton(model, loss, data) @ torch.ones(15),
+        lambda: curvature.fisher_diagonal(model, loss, data),
+        lambda: curvature.kfac(model, loss, data),
+    ):
+        with pytest.raises(ValueError, match="model: it returns one number for all samples"):
+            call()
+    with pytest.raises(ValueError, match=r"the shape of the output is \(\)"):
+        curvature.per_sample_jacobians(model, POINTS)
+    assert (curvature.hessian(model, loss, data) @ torch.ones(15)).isfinite().all()
