@@ -10,12 +10,12 @@ graph that torch does not know.
 
 from curvature.functional.contexts import AttentionInBlocks, ContiguousNorms, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples, chosen_rows, flat_bags, weights_in_bags
-from curvature.functional.graph import dtypes_of_graph, graph_nodes, is_of_the_user, own_functions
+from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions
 from curvature.functional.plain_forms import PLAIN_FORMS, is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
     "AttentionInBlocks", "ContiguousNorms", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "PLAIN_FORMS",
-    "RECURRENT", "TwiceDifferentiable", "chosen_rows", "dtypes_of_graph", "flat_bags", "graph_nodes", "is_checkpointed",
-    "is_of_the_user", "own_functions", "plain_form", "traceable_body", "weights_in_bags",
+    "RECURRENT", "TwiceDifferentiable", "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user",
+    "own_functions", "plain_form", "traceable_body", "weights_in_bags",
 ]  # fmt: skip

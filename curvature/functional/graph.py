@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
@@ -45,9 +44,3 @@ def own_functions(results: Iterable[Tensor]) -> list[str]:
     classes: list[Any] = [type(node) for node in nodes if is_of_the_user(node)]
     in_python = [kind._forward_cls.__name__.removeprefix(BY_VMAP) for kind in classes]
     return list(dict.fromkeys([*in_python, *(node.name() for node in nodes if type(node).__name__ == IN_CPP)]))
-
-
-def dtypes_of_graph(result: Tensor) -> set[torch.dtype]:
-    """The floating point and complex dtypes in which the graph of a result computes."""
-    made = [x.dtype for node in graph_nodes(result.grad_fn) for x in getattr(node, "_input_metadata", ())]
-    return {dtype for dtype in made if dtype.is_floating_point or dtype.is_complex}

@@ -34,6 +34,11 @@ def _shares_learnt_mask(query: Tensor, key: Tensor, *args: Any, **options: Any) 
     return mask.shape != scores and torch.broadcast_shapes(mask.shape, scores) == scores
 
 
+def _is_padded(*args: Any, **options: Any) -> bool:
+    """Whether sequences of a recurrent layer come as a tensor; packed ones have other arguments."""
+    return len(args) != 9 or not isinstance(args[3], tuple | list)
+
+
 def _layer_norm(
     input: Tensor, normalized_shape: list[int], weight: None = None, bias: Tensor | float = 0.0, eps: float = 1e-5
 ) -> Tensor:
@@ -54,6 +59,12 @@ PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.layer_norm: _layer_norm,
 }
+# whether a call needs its plain form; of any other function every call does
+NEEDED: dict[Callable[..., Any], Callable[..., bool]] = {
+    **dict.fromkeys(RECURRENT, _is_padded),
+    F.scaled_dot_product_attention: _shares_learnt_mask,
+    F.layer_norm: _has_bias_alone,
+}
 
 
 def plain_form(
@@ -64,15 +75,8 @@ def plain_form(
     Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
     """
-    if is_checkpointed():
-        return None
-    if function is F.scaled_dot_product_attention:
-        has_one = _shares_learnt_mask(*args, **kwargs)
-    elif function is F.layer_norm:
-        has_one = _has_bias_alone(*args, **kwargs)
-    else:
-        has_one = len(args) != 9 or not isinstance(args[3], tuple | list)
-    return PLAIN_FORMS[function] if has_one else None
+    is_needed = NEEDED.get(function, lambda *_, **__: True)
+    return PLAIN_FORMS[function] if not is_checkpointed() and is_needed(*args, **kwargs) else None
 
 
 def is_checkpointed() -> bool:

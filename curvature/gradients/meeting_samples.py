@@ -119,9 +119,12 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 @full_precision()
 def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
     moves = _noise(batch.model) if is_new else []
-    some, others = _parts(batch.count, is_scattered=not batch.is_uneven), _parts(batch.count, is_scattered=False)
     # a model that raises on copies, of which a covariance has no inverse, may run on samples that are merely close
-    for parts, spread in ((some, 0.0), (others, 0.0), (some, SPREAD), ([], 0.0)):
+    attempts = [(_parts(batch.count, is_scattered=False), 0.0), ([], 0.0)]
+    if not batch.is_uneven:
+        scattered = _parts(batch.count, is_scattered=True)
+        attempts = [(scattered, 0.0), attempts[0], (scattered, SPREAD), attempts[1]]
+    for parts, spread in attempts:
         try:
             with moved(moves):
                 return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:-1], spread)

@@ -405,7 +405,7 @@ def find_layouts(
             asked += [*limits, *(_error(layout, b, bw, weights) for layout in candidates)]
     told = iter([float(x) for x in to_host(asked)])
     if count == 1:
-        return tried, [None in pair or bool(next(told)) for pair in zip(backprops, weighted, strict=True)]
+        return tried, [b is None or bw is None or bool(next(told)) for b, bw in zip(backprops, weighted, strict=True)]
     fits = [_fitting(layouts, [next(told) for _ in range(3 + len(layouts))]) if layouts else [] for layouts in tried]
     return [layouts[:1] for layouts in fits], [len(layouts) <= 1 for layouts in fits]
 

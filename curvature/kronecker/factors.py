@@ -206,8 +206,7 @@ class Scheme:
             bias = _mean_bias(whole)
             found = self._empty(whole[0], k, len(a) * bias**2)
             self._add_second(found, a, None, bias)
-            counts = self._counts(whole)
-            return found, len(a) if counts is None else (counts > 0).sum(0).to(self.dtype)
+            return found, sum(self._reached(same) for same in by_length(whole))
         count: int | Tensor = 0
         for term in whole:
             arrived = self._arrived(term)
@@ -280,9 +279,17 @@ class Scheme:
         return cast("OuterProduct", term).arrived if is_routed and len(self.arrangement.shapes) == 1 else None
 
     def _counts(self, terms: Sequence[Affine]) -> Tensor | None:
-        """How many places of each sample are sent to each group, (N, g); None: all of them."""
-        arrived = [own.sum(1) for term in terms if (own := self._arrived(term)) is not None]
-        return sum_in_place(arrived) if arrived else None
+        """How many places of each sample are sent to each group, (N, g), by terms of one length; None: all of them."""
+        arrived = [self._arrived(term) for term in terms]
+        if all(own is None for own in arrived):
+            return None
+        counts: Any = (term.places if own is None else own.sum(1) for term, own in zip(terms, arrived, strict=True))
+        return sum(counts)
+
+    def _reached(self, terms: Sequence[Affine]) -> int | Tensor:
+        """The number of samples that have such places, for each group if they differ."""
+        counts = self._counts(terms)
+        return len(terms[0]) if counts is None else (counts > 0).sum(0).to(self.dtype)
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""

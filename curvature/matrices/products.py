@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import TwiceDifferentiable, dtypes_of_graph, graph_nodes, own_functions
+from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, Random, name_of, require_repeats, require_terms
@@ -26,7 +26,7 @@ from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import ModelState, in_turn, tensors_in
+from curvature.recording import ModelState, graph_dtypes, in_turn, tensors_in
 
 log = logging.getLogger("curvature")
 SAME = 1e-3  # relative difference of the norms of outputs, beyond what TF32 rounds
@@ -294,6 +294,8 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
         require_repeats(run.batch.loss, run.output, run.batch.y)
     try:
         is_stationary = _is_stationary(value[0], run)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(f"{name_of(run.batch.loss)} cannot be differentiated twice: {error}") from error
     try:
@@ -382,7 +384,7 @@ def require_symmetric(space: Space, passes: Repeated) -> None:
     kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
 
     def prepare(run: RecordedBatch, is_single: bool) -> BatchProduct:
-        kinds.update(dtypes_of_graph(run.output))
+        kinds.update(graph_dtypes([run.output]))
         return through_complete_gradient(run, is_single)
 
     generator = torch.Generator(space.device).manual_seed(0)
