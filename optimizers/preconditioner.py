@@ -82,7 +82,7 @@ class Preconditioner:
             if not self.blocks:
                 warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
             self.store.update_average(found.curvature, self.decay)
-            if is_renewal or found.curvature.blocks:
+            if is_renewal or found.curvature.blocks:  # rules may call this at every step
                 self._note_renewal(found.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))

@@ -160,6 +160,15 @@ def test_no_unit_matters(reduction: str):
     assert (ends[0] - ends[1]).norm() < 2e-2 * ends[0].norm()
 
 
+def test_factors_are_renewed_as_long_as_it_goes_on():
+    """A step that inverts what is due without new factors is no renewal: it must not put off the next."""
+    model, _, x, y = task("mlp")
+    opt = KFAC(model, adaptive=True)
+    train_by_closure(model, opt, F.cross_entropy, x, y, 40)
+    renewed = [k for k, entry in enumerate(opt.history) if entry["renewed"]]
+    assert len(renewed) < 40 and all(b - a <= 5 for a, b in zip(renewed, [*renewed[1:], 40], strict=True)), renewed
+
+
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_replays_leave_no_trace(name: str):
     """Random numbers, buffers and gradients after a step are those of one call of the closure."""
