@@ -184,8 +184,7 @@ class Batch:
         elif self.is_uneven:
             x = _some_sequences(self.x, some)
         else:
-            has_samples = lambda t: t.ndim > dim and t.shape[dim] == self.count
-            x = map_tensors(lambda t: t.narrow(dim, some.start, count) if has_samples(t) else t, self.x)
+            x = map_tensors(lambda t: t.narrow(dim, some.start, count) if self.has_samples(t) else t, self.x)
         y = map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y)
         return replace(self, x=x, y=y, count=count)
 
@@ -231,6 +230,10 @@ class Batch:
                 "matrix needs the loss as a function of these: pass the labels as y, and "
                 "loss=torch.nn.functional.cross_entropy, or the function that the model applies to its logits"
             ) from error
+
+    def has_samples(self, t: Tensor) -> bool:
+        """Whether a tensor of the input has the axis of samples."""
+        return t.ndim > self.dims[0] and t.shape[self.dims[0]] == self.count
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""

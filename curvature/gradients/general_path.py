@@ -221,7 +221,7 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     The loss takes parameters by name, and the input and target of one sample. Chunks are numbers of samples.
     """
     n, (dim, _, target_dim) = batch.count, batch.dims
-    has_samples = lambda t: isinstance(t, Tensor) and t.ndim > dim and t.shape[dim] == n
+    has_samples = lambda t: isinstance(t, Tensor) and batch.has_samples(t)
     in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
     y = map_tensors(lambda t: t.unflatten(target_dim, (n, -1)), batch.y)
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)

@@ -100,6 +100,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
         return ""
     if not is_open and steps in known.meeting:
         return known.meeting[steps]
+    assert tape.start is not None
     where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
@@ -117,7 +118,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 
 
 @full_precision()
-def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
+def _found(batch: Batch, start: ModelState, is_new: bool) -> str:
     moves = _noise(batch.model) if is_new else []
     # a model that raises on copies, of which a covariance has no inverse, may run on samples that are merely close
     attempts = [(_parts(batch.count, is_scattered=False), 0.0), ([], 0.0)]
@@ -127,18 +128,18 @@ def _found(batch: Batch, start: ModelState | None, is_new: bool) -> str:
     for parts, spread in attempts:
         try:
             with moved(moves):
-                return _compared(batch, start or ModelState(batch.model), parts if is_new else parts[:-1], spread)
+                return _compared(batch, start, parts if is_new else parts[:-1], spread)
         except Exception as error:  # whatever a model raises that does not run on such a batch
             log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
     return ""
 
 
 @full_precision()
-def _is_gated(batch: Batch, start: ModelState | None) -> bool:
+def _is_gated(batch: Batch, start: ModelState) -> bool:
     """Whether samples meet that are near the last one: in its group, within a radius, through a gate that was zero."""
     if batch.count == 1 or batch.is_uneven:
         return False
-    start, last, rows = start or ModelState(batch.model), torch.tensor([batch.count - 1], device="cpu"), []
+    last, rows = torch.tensor([batch.count - 1], device="cpu"), []
     try:
         together = replace(batch, x=_drawn_together(batch))
         with moved(_noise(batch.model)), torch.no_grad():
@@ -159,12 +160,11 @@ def _drawn_together(batch: Batch) -> Any:
     largest = max(inputs, key=torch.numel, default=None)  # tokens, say, beside marks of groups
 
     def near(t: Tensor) -> Tensor:
-        has_samples = t.ndim > dim and t.shape[dim] == count
-        last = t.narrow(dim, count - 1, 1).expand_as(t) if has_samples else t
+        last = t.narrow(dim, count - 1, 1).expand_as(t) if batch.has_samples(t) else t
         if not t.is_floating_point():
             return t if t is largest else last.contiguous()
         drawn = torch.rand(t.shape, generator=generator, device="cpu").to(t)
-        each = away.to(t).reshape(-1, *[1] * (t.ndim - dim - 1)) if has_samples else 0.0
+        each = away.to(t).reshape(-1, *[1] * (t.ndim - dim - 1)) if batch.has_samples(t) else 0.0
         between = (last + each * (t - last)) * (1 - 0.003 * drawn)
         return torch.where(between == 0, 0.1 * drawn, between)
 
@@ -231,7 +231,7 @@ def _without_others(batch: Batch, kept: Tensor, spread: float = 0.0) -> tuple[Ba
     generator = torch.Generator().manual_seed(0)
 
     def copied(t: Tensor) -> Tensor:
-        if t.ndim <= dim or t.shape[dim] != count:
+        if not batch.has_samples(t):
             return t
         copies = t.index_select(dim, source.to(t.device))
         if not spread or not t.is_floating_point():
@@ -247,7 +247,7 @@ def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState, rows: Rows
     dim, inputs = batch.dims[0], list[Tensor]()
 
     def leaf(t: Tensor) -> Tensor:
-        if batch.is_uneven or not t.is_floating_point() or t.ndim <= dim or t.shape[dim] != batch.count:
+        if batch.is_uneven or not t.is_floating_point() or not batch.has_samples(t):
             return t
         inputs.append(t.detach().clone().requires_grad_())
         return inputs[-1]

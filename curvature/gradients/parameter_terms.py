@@ -24,6 +24,7 @@ def terms_by_parameter(
 
     If `is_precise`, they are in the precision of the parameters at least.
     """
+    backprops = [b if b is None or b.numel() else None for b in backprops]
     of_uses: list[UseTerms] = [
         None if b is None or use.names <= skip else _terms_of_use(use, b, own)
         for use, b, own in zip(tape.uses, backprops, layouts, strict=True)

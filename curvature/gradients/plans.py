@@ -107,8 +107,8 @@ def signature_of(tape: Tape) -> Signature:
 
 
 def kept_plan(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
-    """The plan that was learnt from such a pass; None without one, and where it has to be confirmed."""
-    return None if tape.graph is None else PLANS.get(model, {}).get((key, signature_of(tape)))
+    """The plan that was learnt from such a pass, if there is one. Without a graph it has to be confirmed."""
+    return PLANS.get(model, {}).get((key, signature_of(tape)))
 
 
 def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
@@ -121,7 +121,7 @@ def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
 
 
 def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
-    """The tape and the output of a forward pass from `start`, and its plan; in full precision if one is to be learnt.
+    """The tape and the output of a forward pass from `start`, and its plan; in full precision if that is to be learnt.
 
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     ValueError where a module makes samples depend on each other.
@@ -136,7 +136,7 @@ def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
             output = batch.for_loss(output)
         if isinstance(output, Tensor) and output.requires_grad:
             tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
-        plan = kept_plan(batch.model, batch.key, tape)
+        plan = None if tape.graph is None else kept_plan(batch.model, batch.key, tape)
         if plan is not None or not is_expected:
             break
         is_expected = False
@@ -172,7 +172,7 @@ def learn(
     backprops = [b if b is None or b.numel() else None for b in tape.gradients(outputs, [torch.ones_like(losses)])]
     is_coarse = coarsest(backprops) > torch.finfo(torch.float32).eps  # as large as what random weights may differ by
     in_order = lambda layouts: follow(layouts, backprops, len(losses), send)
-    plan = PLANS.get(model, {}).get((key, signature_of(tape)))
+    plan = kept_plan(model, key, tape)
     if plan is not None and is_coarse:
         if all(in_order(plan.layouts)):
             return plan, backprops
@@ -281,7 +281,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     but Kronecker factors need to know: a table of positions that all samples read has none. It shows in a batch of the
     sample and its copy.
     """
-    known = PLANS.get(batch.model, {}).get((batch.key, signature_of(tape)))
+    known = kept_plan(batch.model, batch.key, tape)
     if known is not None or batch.is_uneven or tape.start is None:
         return known
     dim, key = batch.dims[0], (batch.key, "beside its copy")  # of samples that never meet, so for no other batch
@@ -295,7 +295,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     except Exception as error:  # whatever a model raises that does not run on two samples
         log.info("not compared with the sample beside its copy: %s", str(error).split("\n")[0])
         return None
-    found = PLANS.get(batch.model, {}).get((key, signature_of(beside)))
+    found = kept_plan(batch.model, key, beside)
     if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:
         return None
     uses = zip(tape.uses, beside.uses, found.layouts, strict=True)

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvature.losses.own_state import PLAIN, found_of
 from curvature.losses.table import (
@@ -103,12 +103,12 @@ def require_weighted_sum(
 
 
 def count_alike(
-    loss: Loss, shares: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+    loss: Loss, shares: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int
 ) -> bool:
     """Whether all samples have one share (from `require_weighted_sum`) in the batch's loss, but for those with none."""
     if shares is None:
         weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
-        if not weighs or not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        if not weighs or TORCH_LOSSES[type(loss)].masses is None:
             return True
         shares = sample_masses(loss, output, target, count, output_dim, target_dim)
     counted = shares[shares > 0]
@@ -292,10 +292,7 @@ def _change_of_slope(losses: Losses, point: Point, along: Point) -> Point:
     with torch.enable_grad():
         value = losses(point).sum()
         slopes = torch.autograd.grad(value, point, create_graph=True, **options) if value.requires_grad else []
-        inner = sum(
-            ((torch.view_as_real(g.resolve_conj()) if g.is_complex() else g) * _as_real(v)).sum()
-            for g, v in zip(slopes, along, strict=False)
-        )
+        inner = sum((_as_real(g) * _as_real(v)).sum() for g, v in zip(slopes, along, strict=False))
         if not isinstance(inner, Tensor) or not inner.requires_grad:
             return [torch.zeros_like(_as_real(part)) for part in point]
         return [_as_real(part) for part in torch.autograd.grad(inner, point, **options)]
@@ -303,7 +300,7 @@ def _change_of_slope(losses: Losses, point: Point, along: Point) -> Point:
 
 def _as_real(x: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones."""
-    return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _is_known(rows: list[Row]) -> Tensor:

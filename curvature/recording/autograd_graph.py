@@ -133,4 +133,4 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> U
     if function in (torch.mul, torch.div, torch.add, torch.sub):
         args = {name: next(iter(args.values())).new_zeros(()) for name in names} | args | {"function": function}
     call = RecordedCall(args, tuple(node._input_metadata[0].shape))
-    return add_use(tape, function, slots, RULES.get(function), call, GradientEdge(node, 0))
+    return add_use(tape, function, slots, RULES.get(function), call, edge=GradientEdge(node, 0))

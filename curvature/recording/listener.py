@@ -26,11 +26,15 @@ COMPILED_FRAME = "compile_wrapper"
 
 @dataclass
 class Call:
-    """A forward pass that goes on: its frame, what records it, if anything does, and the contexts that it runs in."""
+    """A forward pass that goes on: its frame, what records it, if anything does, and the contexts that it runs in.
+
+    `exception_before` is one that was being handled when the pass began.
+    """
 
     frame: FrameType
     recorder: RecordingMode | None = None
     contexts: ExitStack = NO_CONTEXTS
+    exception_before: BaseException | None = None
 
 
 def running_frames() -> list[FrameType]:
@@ -114,7 +118,7 @@ class Listener:
             self.running.append(Call(sys._getframe(1)))
             return
         recorder, contexts = RecordingMode(tape, unwrap_compiled(self.model()), (args, kwargs)), ExitStack()
-        self.running.append(Call(sys._getframe(1), recorder, contexts))
+        self.running.append(Call(sys._getframe(1), recorder, contexts, sys.exc_info()[1]))
         if is_submodule:
             self._note_call(self._name_of(module), tensors_in(args, kwargs))
         else:
@@ -132,7 +136,7 @@ class Listener:
             return
         call.contexts.close()
         # after an exception, always_call passes None as the output
-        if output is not None or sys.exc_info()[1] is recorder.exception_before:
+        if output is not None or sys.exc_info()[1] is call.exception_before:
             self.done(recorder.tape, output)
 
     def _listens_to(self, module: nn.Module) -> bool:

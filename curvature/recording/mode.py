@@ -6,7 +6,6 @@ all count. Per-sample gradients enter it for one call of the model, `capture` an
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -48,7 +47,6 @@ class RecordingMode(TorchFunctionMode):
         # views of all of an input may be made where no mode looks, as `nn.DataParallel` does; it stays while they may
         self.memory = {_memory(x): x for x in tensors_in(inputs)}
         self.memory.pop(None, None)
-        self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,7 +117,8 @@ class RecordingMode(TorchFunctionMode):
             is_whole = len(outs) == 1 and len(used) <= len({*map(id, slots.values())})
             if rule is not None and is_whole and all(k in rule.parameters for k in slots):
                 call = RecordedCall(saved, tuple(outs[0].shape), rule.statistics(outs[0]))
-                use = add_use(self.tape, func, slots, rule, call, _edge_of(outs[0], tensors), versions, follows_graph)
+                known = {"edge": _edge_of(outs[0], tensors), "versions": versions, "follows_graph": follows_graph}
+                use = add_use(self.tape, func, slots, rule, call, **known)
             else:
                 use = add_use(self.tape, func, {f"argument{k}": node for k, node in enumerate(used.values())})
             if self._are_data(tensors) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters

@@ -204,11 +204,11 @@ class Tape:
 
 def add_use(
     tape: Tape, function: Any, slots: Mapping[str, ParameterNode], rule: Rule | None = None,
-    call: RecordedCall | None = None, *known: Any,
+    call: RecordedCall | None = None, **known: Any,
 ) -> Use:  # fmt: skip
     """Enter a read on the tape; `known` are the other attributes of the `Use`."""
     names = frozenset(name for node in slots.values() for name in node.names)
-    use = Use(len(tape.uses), function, dict(slots), names, call.shape if call is not None else (), rule, call, *known)
+    use = Use(len(tape.uses), function, dict(slots), names, call.shape if call is not None else (), rule, call, **known)
     tape.uses.append(use)
     for node in {id(node): node for node in slots.values()}.values():
         node.readers.append(weakref.ref(use))

@@ -14,6 +14,7 @@ from curvature.gradients.plans import PLANS
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
+from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.rows import all_of_rows
 from support.training import train
@@ -167,3 +168,20 @@ def test_optimizers_go_on_after_the_first_step(forward: Forward, make: Any) -> N
     model, x, y = computed(forward)
     losses = train(model, make(model), LOSS, x, y, 6)
     assert losses[-1] < losses[0]
+
+
+def test_a_read_without_entries_leaves_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on, too: the plan is kept, and the backprop of an output without entries is none."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the rules explain every parameter")
+
+    monkeypatch.setattr("curvature.gradients.per_sample.general_path_terms", never)
+    run = lambda m, x: m.head(m.layer(x).tanh()) + m.layer(x[:0]).sum()
+    with seeded(0):
+        model = Raw(run, layer=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()
+        x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    expected = oracle.per_sample_gradients(model, nn.MSELoss(), x, y)
+    for _ in range(3):
+        for name, rows in curvature.per_sample_gradients(model, nn.MSELoss(), x, y).items():
+            matches(rows, expected[name])
