@@ -45,8 +45,8 @@ Bags = tuple[tuple[int, int], ...]  # places of values and their offsets among t
 
 
 def either_form(function: Function) -> Function:
-    """Make a function of (model, loss, x, y, ...) accept ``(x, y)`` as its third argument, without y; and one of
-    (model, loss, data, ...) x and y in place of data, y by position (no option holds a tensor) or by name."""
+    """Make a function of (model, loss, x, y, ...) accept ``(x, y)`` as its third argument, or as data, without y; and
+    one of (model, loss, data, ...) x and y in place of data, y by position (no option holds a tensor) or by name."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -66,6 +66,8 @@ def either_form(function: Function) -> Function:
 
     @functools.wraps(function)
     def splitting_pair(*args: Any, **kwargs: Any) -> Any:
+        if "data" in kwargs and "x" not in kwargs:
+            kwargs["x"] = kwargs.pop("data")
         if "y" in kwargs or (len(args) > BEFORE_Y and tensors_in(args[BEFORE_Y])):
             return function(*args, **kwargs)
         try:
@@ -155,7 +157,7 @@ class Batch:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """All that may decide how the model's parameters are explained, but for what the model does."""
+        """What decides, beside the functions that the model calls, how its parameters are explained."""
         shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(self.x))
         training = tuple(module.training for module in self.model.modules())
         hooked = tuple(name for name, p in self.parameters.items() if p._backward_hooks)  # of gradients

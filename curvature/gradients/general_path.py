@@ -101,21 +101,21 @@ def _along_axis(batch: Batch, output: Any) -> Callable[[int], Any]:
     if opaque:
         raise ValueError(opaque)
     rows = lambda t, n: t.unflatten(batch.dims[1], (batch.count, -1)).select(batch.dims[1], n)
-    return lambda n: map_tensors(lambda t: rows(t, n) if _has_samples(batch, t) else t, output)
+    return lambda n: map_tensors(lambda t: rows(t, n) if _holds_samples(batch, t) else t, output)
 
 
 def _without_axis(batch: Batch, output: Any) -> str:
     """Why the samples of an output cannot be told apart; "" where all tensors with a gradient have their axis."""
     for leaf in _leaves(output):
         what = "" if isinstance(leaf, Tensor | int | float | str | None) else f"holds {kind_of(leaf)}"
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not _has_samples(batch, leaf):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not _holds_samples(batch, leaf):
             what = f"holds one of shape {tuple(leaf.shape)}, without {batch.count} samples along axis {batch.dims[1]}"
         if what:
             return f"its output, {kind_of(output)}, {what}, so that nobody knows which part of it is a sample's"
     return ""
 
 
-def _has_samples(batch: Batch, t: Tensor) -> bool:
+def _holds_samples(batch: Batch, t: Tensor) -> bool:
     dim = batch.dims[1]
     return t.ndim > dim and t.shape[dim] > 0 and t.shape[dim] % batch.count == 0
 

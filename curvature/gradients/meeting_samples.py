@@ -2,10 +2,10 @@
 
 The batch is cut in two. The outputs of each part are compared in two batches: the given one, and one in which copies of
 one of its samples stand in for all samples of the other part. So are those of the last sample, beside copies of itself:
-they go where it goes, and find out how many are let in there. Run alone, it finds out what goes by its place in the
-batch or by the number of samples. All passes draw the same random numbers. The parameters are moved a little, since a
-gate that is zero lets nothing through. Where samples do not meet, they are drawn together, all near the last one: if
-they meet then, the data may open a gate, and every later batch is asked about.
+they are routed where it is routed, which shows limits on how many are let in there. Run alone, it shows what depends on
+its place in the batch or on the number of samples. All passes draw the same random numbers. The parameters are moved a
+little, since a gate that is zero lets nothing through. Where samples do not meet, they are drawn together, all near the
+last one: if they meet then, the data may open a gate, and every later batch is asked about.
 """
 
 from __future__ import annotations

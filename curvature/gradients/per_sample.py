@@ -39,7 +39,7 @@ UNEQUAL = (
 
 
 def _for_logits_or_whole(run: Run) -> Run:
-    """Decorator of functions of a batch: with whole outputs where the loss reads more of them than their logits."""
+    """Decorator of functions of a batch: run again with whole outputs if the loss reads what logits do not have."""
 
     @functools.wraps(run)
     def wrapper(batch: Batch, *args: Any) -> Any:

@@ -107,7 +107,11 @@ def signature_of(tape: Tape) -> Signature:
 
 
 def kept_plan(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
-    """The plan that was learnt from such a pass, if there is one. Without a graph it has to be confirmed."""
+    """The plan that was learnt from such a pass; None without one, and where it has to be confirmed."""
+    return None if tape.graph is None else _learnt(model, key, tape)
+
+
+def _learnt(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
     return PLANS.get(model, {}).get((key, signature_of(tape)))
 
 
@@ -136,7 +140,7 @@ def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
             output = batch.for_loss(output)
         if isinstance(output, Tensor) and output.requires_grad:
             tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
-        plan = None if tape.graph is None else kept_plan(batch.model, batch.key, tape)
+        plan = kept_plan(batch.model, batch.key, tape)
         if plan is not None or not is_expected:
             break
         is_expected = False
@@ -172,7 +176,7 @@ def learn(
     backprops = [b if b is None or b.numel() else None for b in tape.gradients(outputs, [torch.ones_like(losses)])]
     is_coarse = coarsest(backprops) > torch.finfo(torch.float32).eps  # as large as what random weights may differ by
     in_order = lambda layouts: follow(layouts, backprops, len(losses), send)
-    plan = kept_plan(model, key, tape)
+    plan = _learnt(model, key, tape)
     if plan is not None and is_coarse:
         if all(in_order(plan.layouts)):
             return plan, backprops
@@ -281,7 +285,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     but Kronecker factors need to know: a table of positions that all samples read has none. It shows in a batch of the
     sample and its copy.
     """
-    known = kept_plan(batch.model, batch.key, tape)
+    known = _learnt(batch.model, batch.key, tape)
     if known is not None or batch.is_uneven or tape.start is None:
         return known
     dim, key = batch.dims[0], (batch.key, "beside its copy")  # of samples that never meet, so for no other batch
@@ -295,7 +299,7 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     except Exception as error:  # whatever a model raises that does not run on two samples
         log.info("not compared with the sample beside its copy: %s", str(error).split("\n")[0])
         return None
-    found = kept_plan(batch.model, key, beside)
+    found = _learnt(batch.model, key, beside)
     if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:
         return None
     uses = zip(tape.uses, beside.uses, found.layouts, strict=True)

@@ -42,7 +42,7 @@ class Injection:
     is_random: ClassVar[bool] = False
     """Whether the vectors are drawn."""
     weighs_samples: ClassVar[bool] = True
-    """Whether sample n counts with its mass m_n (`curvature.losses.sample_masses`) in a mean, or with 1/N."""
+    """Whether sample n counts with its mass m_n (`losses.table.sample_masses`) in a mean, or with 1/N."""
 
     def vectors(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, generator: torch.Generator | None = None

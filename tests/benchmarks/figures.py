@@ -39,7 +39,7 @@ NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|u
 # of README, for each peer: what is here as well, the case of silently_wrong.py, and their call in it
 PEERS = {
     "BackPACK": ("rows, norms, diagonals, factors for any model", 'padding_mode="circular"', "BatchGrad"),
-    "Opacus": ("private gradients in one backward pass; no accountant", "reads the embedding", "GradSampleModule"),
+    "Opacus": ("private gradients in one backward pass (no accountant)", "reads the embedding", "GradSampleModule"),
     "curvlinops": ("operators, exact diagonals and blocks, `solve`", "data in two batches", "GGNLinearOperator"),
     "nngeometry": ("Fisher matrices in several forms", "that scales its features", "FIM(..., PMatDense)"),
     "laplace-torch": ("posteriors, and a backend for theirs", "target is -100", 'Laplace(..., "all", "kron")'),

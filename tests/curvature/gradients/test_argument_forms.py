@@ -72,6 +72,7 @@ def test_functions_of_samples_take_a_pair(name: str) -> None:
         torch.testing.assert_close(function(model, LOSS, pair, *rest), expected)
     torch.testing.assert_close(function(model, LOSS, (x,), y, *rest), expected)
     torch.testing.assert_close(function(model, LOSS, x=(x, y), **named), expected)
+    torch.testing.assert_close(function(model, LOSS, data=(x, y), **named), expected)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
