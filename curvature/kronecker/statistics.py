@@ -54,6 +54,7 @@ class SideStatistics(KroneckerStatistics):
     """What the optimizers add up: moments as sides of products, with the number of samples."""
 
     samples: float = 0.0
+    looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
@@ -62,6 +63,8 @@ class SideStatistics(KroneckerStatistics):
     def add_(self, other: Any) -> None:
         super().add_(other)
         self.samples += other.samples
+        if other.looked_up is not None:
+            self.looked_up = other.looked_up if self.looked_up is None else self.looked_up + other.looked_up
 
     def factors(self, scale: float) -> Product:
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
@@ -94,11 +97,13 @@ class SideStatistics(KroneckerStatistics):
             found[key + "a"] = moment.to_sum(rank, size)
             found[key + "b"] = self.backprops[reading].to_sum(rank, size)
             found[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
+        if any(kind.is_diagonal for kind in self.scheme.kinds):
+            found["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
         return found | {"samples": next(iter(found.values())).new_tensor(self.samples)}
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Fill empty statistics with the all-reduced `sums`."""
-        self.samples = float(sums["samples"])
+        self.samples, self.looked_up = float(sums["samples"]), sums.get("looked_up")
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             if bool(sums[key + "number"].any()):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")

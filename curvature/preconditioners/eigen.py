@@ -12,7 +12,7 @@ from torch import Tensor
 from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
 from curvature.preconditioners.block import Due, debiased_weight
-from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.kronecker import KroneckerBlock, with_unseen
 from curvature.terms import Term, sum_in_place
 
 Matrices = tuple[kronecker.Matrix, kronecker.Matrix]  # U_B and U_A
@@ -175,8 +175,12 @@ class EigenBlock(KroneckerBlock):
         if not self.seen:
             self.values = b * a
         assert self.values is not None
+        values = self.values
+        if self.unseen is not None:
+            b, a = (with_unseen(x, self.unseen[k], 1 + k) for k, x in enumerate((b, a)))
+            values = with_unseen(with_unseen(values, self.unseen[0], 1), self.unseen[1], 2)
         mean_b, mean_a = (kronecker.nonzero_or_one(x.mean(dim, keepdim=True)) for x, dim in ((b, 1), (a, 2)))
-        inverted = 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
+        inverted = 1 / (values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
         self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:

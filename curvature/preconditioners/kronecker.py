@@ -38,10 +38,11 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
+    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
     statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
+    unseen: Tensor | None = None  # of tables: one look-up as a share of all in the average, by side (2,)
 
     def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names)
@@ -74,6 +75,18 @@ class KroneckerBlock(Block):
         """Those of the running average; None before the first update."""
         return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
+    @property
+    def inverted_sides(self) -> kronecker.Product | None:
+        """The sides that are inverted: each row of a table counts as looked up once more than it was."""
+        # how often is an estimate; where batches have missed a row, its steps would be as long as the damping allows
+        if self.sides is None or self.unseen is None:
+            return self.sides
+        rows, columns = (
+            side.with_entries(with_unseen(side.entries, share, 1)) if side.is_diagonal else side
+            for side, share in zip(self.sides, self.unseen, strict=True)
+        )
+        return rows, columns
+
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         here, found = self.scheme, self.statistics(self.scheme, samples=samples)
         try:
@@ -83,6 +96,9 @@ class KroneckerBlock(Block):
         for reading, parts in readings.items():
             moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(not reading.flipped, moment), number
+            if samples and reading.one_hot and here.kinds[not reading.flipped].is_diagonal:
+                found.looked_up = moment.new_zeros(2) if found.looked_up is None else found.looked_up
+                found.looked_up[int(not reading.flipped)] = number
             found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
         return found
 
@@ -155,12 +171,15 @@ class KroneckerBlock(Block):
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
         now = [side.averaged(own, weight) for side, own in zip(means, old, strict=True)]
         self.row_side, self.column_side = now
+        if (number := statistics.looked_up) is not None:
+            share = weight / number.clamp(min=1) * (number > 0)
+            self.unseen = share if self.unseen is None else self.unseen.lerp(share, weight)
         self.updates += 1
         return [(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
-        products = [b.sides for b in blocks]
+        products = [b.inverted_sides for b in blocks]
         # one of other damping has no inverses of sides, and that of a block that has failed may be of its diagonal
         has_sides = lambda b: not b.failures and type(b.inverse) is kronecker.KroneckerInverse
         before = [b.inverse if has_sides(b) else None for b in blocks]
@@ -232,3 +251,8 @@ class KroneckerBlock(Block):
         rows, columns = sides
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
+
+
+def with_unseen(x: Tensor, share: Tensor, dim: int) -> Tensor:
+    """What rows of a table along this dim have, with a share of all of it for each."""
+    return x + share * x.sum(dim, keepdim=True)

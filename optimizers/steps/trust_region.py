@@ -1,12 +1,13 @@
 """The step of a plain training loop: the slope along the last step sets the size of the next one, within bounds.
 
 `TrustRegionStep.step` is the algorithm. All decisions are plain Python on numbers of the host. They come by one read of
-one vector (`Facts`), which is queued with the direction.
+one vector (`Facts`), which is queued with the direction; a gradient that is clipped takes a second one, and a renewal
+asks first whether gradients are finite.
 
 Along the last step the loss falls with one slope at its start and with another at its end. Their ratio says, at no
-extra cost, whether the step was too short or too long: 1 where it could have gone on for ever, 0 at the minimum along
-the line, negative beyond. Bounds on the predicted change of the outputs, and on the change of each layer's parameters,
-cut the step.
+extra cost, whether the step was too short or too long: 1 where the loss still falls as steeply as at the start, 0 at
+the minimum along the line, negative beyond. Bounds on the predicted change of the outputs, and on the change of each
+layer's parameters, cut the step.
 """
 
 from __future__ import annotations
@@ -47,47 +48,47 @@ from optimizers.steps.rule import (
 
 @dataclass(frozen=True)
 class TrustRegionConstants:
-    """The numbers of the algorithm. None is derived: they come of experiments on the families of docs/lab_book.md."""
+    """The numbers of the algorithm. None is derived: they come from experiments, see docs/lab_book.md."""
 
-    first_output_change: float = 0.3  # root mean square change of an output entry that the first step aims at
+    first_output_change: float = 0.3  # rms change of an output entry that the first step aims at, before bounds
     # how the step size follows the slopes
     rate: float = 0.3  # of growth per step in the first steps, where the loss falls as steeply as before
-    late_rate: float = 0.1  # of growth, later: the slopes of a loss that others change are positive at any step size
-    shrink: float = 1.0  # over the number of steps: batches without replacement have negative slopes at any step size
+    late_rate: float = 0.1  # later: where other networks change the loss (GANs), slopes are positive at any step size
+    shrink: float = 1.0  # limit per step, over their number: without replacement, slopes are negative at any step size
     slope_decay: float = 0.9  # of the running means of slopes
     straight: float = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
     start: float = 40.0  # steps after which `rate` has halved
-    flat: float = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
+    flat: float = 1e-5  # of the steepest slope: smaller ones are rounding, or the loss is zero, and are ignored
     lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
-    lowered: float = 1.5  # a learning rate so many times less than that was lowered: the step size does not grow
+    lowered: float = 1.5  # an lr smaller than the usual one by this factor was lowered: the step size does not grow
     # overshoots
-    overshoot: float = 2.0  # a ratio of slopes so far below its mean and zero, with a long gradient: the step is undone
+    overshoot: float = 2.0  # a ratio of slopes this far below min(mean, 0), with a long gradient: the step is undone
     least_shrink: float = 0.2  # of the step size after an overshoot
     # bounds
-    first_trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
-    largest_trust: float = 0.2  # after many steps that could have been longer
+    first_trust: float = 0.15  # first and least bound on a layer, as a share of its norm, over the root of their number
+    largest_trust: float = 0.2  # that bound grows no further
     wider: float = 1.1  # the bound on layers at each step after which the loss falls as steeply as before ...
     narrower: float = 0.8  # ... and at each other step
     slack: float = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
     change_factor: float = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
     change_decay: float = 0.95  # of that running mean
     largest_output_change: float = 0.2  # of one plus the outputs' root mean square, for the gradient of the step
-    least_output_change: float = 0.06  # of that size, for the largest gradient: no step is shorter ...
-    less: float = 0.9  # ... but for this factor at each sign of instability ...
-    quiet: float = 1 / 3  # ... and the longer, by this power of how far gradients have shrunk: so has their noise
+    least_output_change: float = 0.06  # floor of the step size, in the same units, for the largest gradient ...
+    less: float = 0.9  # ... times this at each sign of instability, for good ...
+    quiet: float = 1 / 3  # ... times this power of how far gradients have shrunk: so has their noise
     largest_quiet: float = 4.0  # of that factor
     memory: float = 0.999  # decay of the steepest slope, the largest change and the longest gradient
     longest_gradient: float = 2.0  # gradients are clipped to this multiple of the running mean of their norms
     long_gradient: float = 1.5  # a longer one is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
-    far_gradient: float = 100.0  # times that mean: such gradients do not come of an instability ...
-    most_far: float = 2.0  # ... and after so many in a row the loss has another scale, and all begins anew
+    far_gradient: float = 100.0  # times that mean: such gradients are no sign of instability ...
+    most_far: float = 2.0  # ... after this many in a row the loss has another scale: the next one begins anew
     # how many gradients the running mean remembers
     ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss ...
     ratio_start: float = 30.0  # ... which begins as the mean of so many zeros
     largest_ratio: float = 3.0  # that counts
-    forget: float = 0.94  # of the memory, at each step while they steepen: what the mean remembers is out of date
+    forget: float = 0.94  # of the memory, at each step while that mean is above one: what is remembered is out of date
     recover: float = 1.001  # of the memory, at each other step
     least_recall: float = 0.01  # of the memory
     # curvature that is measured along steps
@@ -104,13 +105,13 @@ class TrustState(NamedTuple):
     largest_change: float  # its largest value, slowly forgotten
     least_output_change: float  # of 1 + the outputs' rms, for the largest change: the step size shrinks no further
     norm: float  # running mean of the gradients' norms, each clipped
-    slope: float = 0.0  # of the loss along the last step, at its start: negative; zero if there is none
+    slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
     uncut: float = 0.0  # what the slope would be without the bounds on the layers
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
     steepest: float = 0.0  # the largest absolute slope, slowly forgotten
     spread: float = 0.0  # running standard deviation of the gradients' norms
-    lr: float = 0.0  # about the largest so far; one that is large for a few steps does not count
+    lr: float = 0.0  # the largest so far, which rises by a tenth per step: one that is large for a few does not count
     overshoots: float = 0.0  # how many steps were undone
     largest_norm: float = 0.0  # the largest value of `norm`, slowly forgotten
     ratio: float = 0.0  # running mean of the ratio of slopes; above one where the loss steepens along the steps
@@ -121,12 +122,12 @@ class TrustState(NamedTuple):
 
     @property
     def made(self) -> float:
-        """The step size that the bounds on the layers have left of the last step."""
+        """The step size of the last step, as far as the bounds on the layers have left its slope."""
         return self.size * (self.slope / self.uncut if self.uncut else 1.0)
 
     @property
     def underestimate(self) -> float:
-        """How many times as much as blocks predict the outputs change, squared; 1 where nothing was measured."""
+        """Measured over predicted squared change of the outputs, along recent steps; 1 where nothing was measured."""
         return self.measured / self.predicted if self.predicted else 1.0
 
 
@@ -142,7 +143,7 @@ class LayerEnergies:
 class Facts(NamedTuple):
     """What the host learns of a step, by one read."""
 
-    norm: float  # of the gradient; not finite if an entry is not
+    norm: float  # of the gradient; not finite if an entry is not, or squares overflow
     along_last: float  # inner product of gradient and last step
     products: list[float]  # ``u^T right`` of each layer: its energy and what damping adds
     slopes: list[float]  # along u, positive for descent
@@ -183,7 +184,7 @@ class TrustRegionStep(StepRule):
             renewal = context.renew(gradients)
             self._compare_energies(context)
 
-        # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
+        # 2. the direction u = (M + damping)^-1 m, m the running mean of clipped gradients and a share of this one
         with preconditioner.monitor.timed("direction"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             last, state, ratio = self._last(context, g.layout), self.state, 0.0
@@ -203,7 +204,7 @@ class TrustRegionStep(StepRule):
         slopes, energies, lengths = facts.scaled(scales, direction.dampings)
         change = math.sqrt(sum(energies) * self._output_gain(context))
 
-        # 5. the step size follows the slopes, within bounds on the change of the outputs
+        # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
         steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
         least_trust = c.first_trust / math.sqrt(max(preconditioner.layer_count, 1))
         if state is None:
@@ -214,7 +215,7 @@ class TrustRegionStep(StepRule):
             state = adapted(remembered(state, facts.along_last, steps, c), ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
 
-        # 6. no layer moves by more than a share of its norm
+        # 6. no layer moves by more than lr times a share of its norm
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
         rates = within_trust(layout, size, state.trust, lengths, facts.sizes, lrs)
 
@@ -246,13 +247,13 @@ class TrustRegionStep(StepRule):
             return found, facts
         if has_new_scale(state, facts.norm, self.constants):
             return found, facts
-        # the last step is judged by the gradient as it came
         g.multiply_(most * state.norm / facts.norm)
         found = self.direction(context, g, state.recall)
+        # the last step is judged by the gradient as it came
         return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
-        """Nothing changes after a batch that is not finite; at the second in a row the last step is undone."""
+        """A batch that is not finite is left out; the second in a row undoes the last step and shortens the next."""
         preconditioner = context.preconditioner
         # a GradScaler has bad batches until it has found its scale
         undoes = not preconditioner.monitor.was_accepted and preconditioner.recorder.scaling.scale is None
@@ -287,8 +288,8 @@ class TrustRegionStep(StepRule):
 
     def _compare_energies(self, context: StepContext) -> None:
         """Note what a renewal has measured along the last step beside what was predicted."""
-        # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of what a
-        # step u does to the outputs, where the positions of a sample, or several layers, pull in one direction.
+        # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of the
+        # squared change that u causes, where the positions of a sample, or several layers, pull in one direction.
         state, along, whole = self.state, context.outputs.along, 0.0
         if state is None:
             return
@@ -306,7 +307,7 @@ class TrustRegionStep(StepRule):
             self.state = state._replace(measured=sums[0], predicted=sums[1])
 
     def _scales(self, layout: Layout) -> list[float]:
-        """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
+        """The factor of each direction: less in layers whose curvature is underestimated more than elsewhere."""
         nothing = LayerEnergies()
         own = [self.energies.get(first, nothing) for first, *_ in layout.layers]
         measured, predicted = sum([layer.measured for layer in own]), sum([layer.predicted for layer in own])
@@ -396,7 +397,7 @@ def has_new_scale(state: TrustState, norm: float, c: TrustRegionConstants) -> bo
 
 
 def restarted(state: TrustState, first: TrustState) -> TrustState:
-    """The state of a first step, but for what is no matter of the scale of the loss."""
+    """The state of a first step, except for what does not depend on the scale of the loss."""
     kept = "lr", "overshoots", "ratio", "recall", "measured", "predicted"
     return first._replace(**{name: getattr(state, name) for name in kept})
 
@@ -409,7 +410,7 @@ def slope_ratio(slope: float, predicted: float) -> float:
 
 
 def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionConstants) -> bool:
-    """Whether the last step went far too far; the usual ratio is negative where batches come without replacement."""
+    """Whether the last step went far too far; without replacement, the usual ratio may be negative."""
     usual = max(min(slope_ratio(state.ends, state.starts), 0.0), -c.overshoot)
     # in a game the spread is that of the game, and long gradients are the first sign that it gets out of hand
     plays = state.recall < 1
@@ -426,31 +427,31 @@ def adapted(
 ) -> TrustState:
     """The step size and the bound on layers after a look at the last step, given its ratio of slopes.
 
-    The rate is the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
+    `lr` is the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
     lowered it, short steps say nothing about long ones, and the step size does not grow.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
-    seen = max(ratio, -c.overshoot)  # as one that is just undone
+    seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
     mean, steepness = slope_ratio(ends, starts), abs(state.slope)
     is_unstable, is_straight = ratio < 0 and is_long(state, norm, c), ratio > c.straight
 
     rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
-    # the rate of growth decays, that of shrinking does not, up to a limit of its own
+    # growth slows down to `late_rate`, shrinking without end: later, only instability and the bounds shorten steps
     growth = max((rate if mean > 0 else c.rate) * mean, -c.shrink / (1 + steps))
     if is_unstable:
         growth = c.rate * max(ratio, -1.0)
     if state.lr > c.lowered * lr:
         growth = min(growth, 0.0)
     growth *= min(lr, 1.0)
-    if steepness < c.flat * c.memory * state.steepest:
+    if steepness < c.flat * state.steepest:
         growth = 0.0
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = min(state.size, c.slack * state.made) if growth < 0 else state.size
 
-    counted = min(norm, c.longest_gradient * state.norm) if state.norm else norm
+    usual = state.norm or norm  # after zeros alone the first gradient is the usual one
     weight = max(1 / (1 + steps), 1 - c.norm_decay)
-    off = counted - state.norm
+    off = min(norm, c.longest_gradient * usual) - usual
     trust = state.trust * (c.wider if is_straight else c.narrower)
     is_far = 0 < c.far_gradient * state.norm < norm
     return state._replace(
@@ -459,7 +460,7 @@ def adapted(
         starts=starts,
         ends=ends,
         steepest=max(steepness, c.memory * state.steepest),
-        norm=state.norm + weight * off,
+        norm=usual + weight * off,
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         least_output_change=state.least_output_change * (c.less if is_unstable else 1.0),
         lr=max(state.lr, min(lr, c.lr_growth * state.lr or lr)),
@@ -468,7 +469,7 @@ def adapted(
 
 
 def remembered(state: TrustState, slope: float, steps: int, c: TrustRegionConstants) -> TrustState:
-    """How many gradients to remember: less and less while the loss steepens along the steps, as in a GAN."""
+    """How many gradients to remember: less and less while the loss steepens along the steps, as that of a GAN may."""
     if not state.slope or math.isnan(slope):
         return state
     seen = min(max(slope / state.slope, -c.overshoot), c.largest_ratio)
@@ -479,7 +480,7 @@ def remembered(state: TrustState, slope: float, steps: int, c: TrustRegionConsta
 
 
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
-    """The state after the last step was undone: the secant's step size for its ratio of slopes."""
+    """The state after the last step was undone: the secant's step size for its ratio of slopes, at least a fifth."""
     size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
     least = c.less * state.least_output_change
     overshoots = state.overshoots + 1
@@ -487,9 +488,9 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
 
 
 def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
-    """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
+    """The step size within bounds, and that of this step, which is shorter where its change is far above the mean.
 
-    Root mean squares of output entries: their predicted change for step size one, and their size.
+    `change` is the predicted rms change of an output entry for step size one, `output_rms` the rms of the entries.
     """
     tiny, reach = torch.finfo(torch.float32).tiny, 1 + output_rms
     counted = min(change, c.change_factor * state.change) if state.change else change
@@ -507,8 +508,8 @@ def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionC
 def within_trust(
     layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float], lrs: Sequence[float]
 ) -> list[float]:
-    """The rate of each layer, whose direction has that length: none moves by more than `trust` times its norm."""
-    # at least 1, so that tensors that start at zero can leave it
+    """The rate of each layer, whose direction has that length: lr times at most `trust` of its norm."""
+    # at least 1, so that tensors that start at zero can move
     norms = iter([max(x, 1.0) for x in sizes])
     whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
     if layout.owners:  # parts of one block have options of their own, and are cut together
@@ -531,13 +532,13 @@ def _together(norms: Sequence[float], owners: Sequence[Layer]) -> list[float]:
 
 
 def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Sequence[float]) -> None:
-    """Bound the rows of tables (embeddings), which are layers of their own; of short ones the mean of all counts."""
+    """Bound the rows of tables (embeddings), which are layers of their own; short ones by the mean of all."""
     tables = {name for block in context.preconditioner.blocks if block.has_separate_rows for name in block.names}
     for name, size in zip(d.layout.names, sizes, strict=True) if tables else ():
         if name in tables:
             table, own = to_local(context.trained[name]), d[name]
             norm = lambda x: torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x]))
-            longest = trust * norm(table).clamp(min=size / len(context.trained[name]) ** 0.5)
+            longest = trust * norm(table).clamp(min=max(size, 1.0) / max(len(context.trained[name]), 1) ** 0.5)
             own.mul_((longest / norm(own).clamp(min=torch.finfo(longest.dtype).tiny)).clamp(max=1)[:, None])
 
 

@@ -273,16 +273,33 @@ def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str
 def test_solve_is_dense(name: str):
     """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues."""
     model, factors, block, _ = going(name)
+    unseen = torch.zeros(2) if block.unseen is None else block.unseen
+    more = lambda x, k: x + unseen[k] * x.sum(1 + k, keepdim=True)
     for damping in (0.03, 2.0):
         invert([block], 0.0, damping)
-        close(solved(block, model), densely(block, model, block.values + damping))
+        close(solved(block, model), densely(block, model, more(more(block.values, 0), 1) + damping))
     pairs = zip(block.inverse.tensors(), (rows_of(block), columns_of(block)), strict=False)
     b, a = ((full(u).mT @ full(side) @ full(u)).diagonal(dim1=1, dim2=2) for u, side in pairs)
-    b, a = b[:, :, None], a[:, None, :]
+    b, a = more(b[:, :, None], 0), more(a[:, None, :], 1)
     for share in (0.03, 1.0):
         invert(factors.blocks, share)
         damped = (b + share * b.mean(1, True)) * (a + share * a.mean(2, True))
-        close(solved(block, model), densely(block, model, block.values + damped - b * a))
+        close(solved(block, model), densely(block, model, more(more(block.values, 0), 1) + damped - b * a))
+
+
+@pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
+def test_rows_count_as_looked_up_once_more_in_all_batches(kind: Any):
+    """Twelve look-ups in each of two batches."""
+    with seeded(0):
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh()).double()
+    factors = empty(model, torch.zeros(3, 4, dtype=torch.long), kind=kind)
+    block = block_of(factors, model)
+    for k in range(2):
+        update(factors, model, torch.full((3, 4), k))
+        weight = 1 / (1 + DECAY * k)
+        expected = weight / 12 if not k else (1 - weight) / 12 + weight * weight / 12
+        assert block.unseen is not None
+        close(block.unseen.sort().values, torch.tensor([0, expected], dtype=torch.float64))
 
 
 @some_models

@@ -237,6 +237,29 @@ def test_each_row_of_a_table_is_cut() -> None:
     assert torch.equal(d["w"], directions["w"])
 
 
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_tables_of_zeros_move(kind: Any) -> None:
+    """Biases of users and items begin at zero, as in every recommender."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 1), nn.Flatten(0)).double()
+    nn.init.zeros_(model[0].weight)
+    opt, x, y = kind(model), torch.arange(6).repeat(4), torch.arange(6).repeat(4).double() - 2
+    for _ in range(60):
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+    assert (model(x) - y).square().mean() < 0.1  # 3.2 at the start
+
+
+def test_a_first_gradient_after_zeros_is_the_usual_one() -> None:
+    """However many zeros there were: it is not clipped, and its norm is the mean."""
+    state = started(0.0, 0.0, 0.1, C)
+    for steps in range(1, 100):
+        state = adapted(state, 0.0, 0.0, steps, 1.0, 0.1, C)
+    state = adapted(state, 0.0, 3.0, 100, 1.0, 0.1, C)
+    assert (state.norm, state.spread) == (3.0, 0.0)
+
+
 # -- steps
 
 
