@@ -240,7 +240,6 @@ def test_each_row_of_a_table_is_cut() -> None:
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_tables_of_zeros_move(kind: Any) -> None:
     """Biases of users and items begin at zero, as in every recommender."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 1), nn.Flatten(0)).double()
     nn.init.zeros_(model[0].weight)
     opt, x, y = kind(model), torch.arange(6).repeat(4), torch.arange(6).repeat(4).double() - 2
