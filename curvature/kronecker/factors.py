@@ -234,6 +234,13 @@ class Scheme:
             self._add_second(total, rows, None, bias)
         return total, count
 
+    @staticmethod
+    def look_ups(terms: Sequence[Any], moment: Tensor, number: int | Tensor) -> Tensor:
+        """How often one look-up goes into the moment of a table from `activations`: with "expand", their number."""
+        total = sum(term.index.numel() if term.valid is None else term.valid.sum() for term in terms)
+        # with "reduce", one place of T in a sample counts 1 / T^2; where all is padding there are no look-ups
+        return (moment.sum() * (total / number) ** 2).nan_to_num(0.0)
+
     def backprops(
         self,
         left: Sequence[Sequence[Affine]],

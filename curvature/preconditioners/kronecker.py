@@ -94,11 +94,12 @@ class KroneckerBlock(Block):
         except ValueError:  # read in another form than before
             return None
         for reading, parts in readings.items():
-            moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
+            chosen = kronecker.subsample_samples(parts, here.sharing, rank, world_size)
+            moment, number = here.activations(chosen)
             found.activations[reading] = here.side(not reading.flipped, moment), number
             if samples and reading.one_hot and here.kinds[not reading.flipped].is_diagonal:
                 found.looked_up = moment.new_zeros(2) if found.looked_up is None else found.looked_up
-                found.looked_up[int(not reading.flipped)] = number
+                found.looked_up[int(not reading.flipped)] = here.look_ups(chosen, moment, number)
             found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
         return found
 
@@ -172,8 +173,9 @@ class KroneckerBlock(Block):
         now = [side.averaged(own, weight) for side, own in zip(means, old, strict=True)]
         self.row_side, self.column_side = now
         if (number := statistics.looked_up) is not None:
-            share = weight / number.clamp(min=1) * (number > 0)
-            self.unseen = share if self.unseen is None else self.unseen.lerp(share, weight)
+            share = torch.where(number > 0, weight / number, 0)
+            before = share if self.unseen is None else self.unseen
+            self.unseen = torch.where(number > 0, before.lerp(share, weight), before)
         self.updates += 1
         return [(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 

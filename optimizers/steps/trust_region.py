@@ -437,7 +437,7 @@ def adapted(
     is_unstable, is_straight = ratio < 0 and is_long(state, norm, c), ratio > c.straight
 
     rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
-    # growth slows down to `late_rate`, shrinking without end: later, only instability and the bounds shorten steps
+    # growth slows down to `late_rate`. The limit on shrinking goes to zero: later, bounds and instability shorten steps
     growth = max((rate if mean > 0 else c.rate) * mean, -c.shrink / (1 + steps))
     if is_unstable:
         growth = c.rate * max(ratio, -1.0)

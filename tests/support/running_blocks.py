@@ -84,7 +84,7 @@ def recorded(
     sharing: str = "expand",
     **options: Any,
 ) -> BlockDiagonalCurvature:
-    factors = BlockDiagonalCurvature(**options)
+    factors = BlockDiagonalCurvature(sharing=sharing, **options)
     factors.update_average(measure(factors, model, x, vectors), 0.95)
     return factors
 

@@ -288,16 +288,17 @@ def test_solve_is_dense(name: str):
 
 
 @pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
-def test_rows_count_as_looked_up_once_more_in_all_batches(kind: Any):
-    """Twelve look-ups in each of two batches."""
+@pytest.mark.parametrize(("sharing", "share"), [("expand", 1 / 12), ("reduce", 1 / 4**2 / 3)])
+def test_rows_count_as_looked_up_once_more_in_all_batches(kind: Any, sharing: str, share: float):
+    """Three samples look the same row up four times; what one more look-up would add to the mean, in two batches."""
     with seeded(0):
         model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh()).double()
-    factors = empty(model, torch.zeros(3, 4, dtype=torch.long), kind=kind)
+    factors = empty(model, torch.zeros(3, 4, dtype=torch.long), sharing, kind)
     block = block_of(factors, model)
     for k in range(2):
         update(factors, model, torch.full((3, 4), k))
         weight = 1 / (1 + DECAY * k)
-        expected = weight / 12 if not k else (1 - weight) / 12 + weight * weight / 12
+        expected = share if not k else (1 - weight) * share + weight * weight * share
         assert block.unseen is not None
         close(block.unseen.sort().values, torch.tensor([0, expected], dtype=torch.float64))
 
