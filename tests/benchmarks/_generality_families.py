@@ -173,11 +173,11 @@ def table() -> Parts:
 
 
 @functools.cache
-def picture(side: int = 96) -> Parts:
+def picture(side: int = 96, name: str = "china.jpg") -> Parts:
     """Places in [-1, 1]^2 and colours in [-1, 1] of a photograph, nine in ten for training."""
     from sklearn.datasets import load_sample_image
 
-    photograph = torch.tensor(load_sample_image("china.jpg")).permute(2, 0, 1)[None, :, :, 100:527].float()
+    photograph = torch.tensor(load_sample_image(name)).permute(2, 0, 1)[None, :, :, 100:527].float()
     colours = F.interpolate(photograph, (side, side), mode="area")[0].permute(1, 2, 0).reshape(-1, 3) / 127.5 - 1
     line = torch.linspace(-1, 1, side)
     places = torch.cartesian_prod(line, line)
