@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners import Block
 from optimizers.model_optimizer import ModelOptimizer, check_numbers
 
-VERSION, FORMER = 5, 4  # the one that is saved, and another that is read
+VERSION = 5
 JOINT = "kfac"  # key of what belongs to no parameter alone
 PLAIN_PARTS = "monitor", "recorder", "rule"  # those whose states always have the same keys
 
@@ -49,8 +49,6 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     state, joint = _separated(given)
     _check_version(joint.get("version"))
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
-    if joint["version"] == FORMER:
-        joint = _from_version_4(joint)
     for key, own in kind.items():
         if (found := joint["kind"].get(key, own)) != own:
             raise ValueError(f"state_dict: of an optimizer with {key} {found!r}, and this one has {own!r}")
@@ -75,7 +73,7 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
 def _check_version(version: Any) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f"state_dict: damaged; expected version {VERSION}, found {version!r:.80}")
-    if version not in (VERSION, FORMER):
+    if version != VERSION:
         code = "newer code" if version > VERSION else "code from before the first release"
         raise ValueError(f"state_dict: of version {version}, saved by {code}; this reads version {VERSION}")
 
@@ -182,56 +180,3 @@ def _own(value: Any, key: Any = None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return getattr(torch, value.removeprefix("torch."), value) if key == "dtype" and isinstance(value, str) else value
-
-
-# -- version 4: steps were tensors, energies in the blocks, inverses of thin layers Cholesky roots
-
-
-def _from_version_4(joint: State) -> State:
-    """What belongs to no parameter alone, of version 4, as a dict of its own; refuses curvature in 16 bits."""
-    if joint["kind"].get("compact"):
-        raise ValueError(
-            "state_dict: of an optimizer with compact True, an option that was removed; 16 bits are no longer read"
-        )
-    energies: dict[str, Tensor] = {}  # measured and predicted (2,), by parameter
-    curvature = {name: _former_block(entry, energies) for name, entry in joint["curvature"].items()}
-    factor_every, decompose_every = joint["intervals"]
-    outputs = joint["recorder"]["output_scale"], joint["recorder"]["output_size"]
-    scale, size = (0.0 if x is None else float(x) for x in outputs)
-    return joint | {
-        "kind": {key: value for key, value in joint["kind"].items() if key != "compact"},
-        "intervals": {"factor_every": factor_every, "decompose_every": decompose_every},
-        "recorder": joint["recorder"] | {"output_scale": scale, "output_size": size, "class_axis": 0},
-        "rule": _former_rule(joint["rule"], energies),
-        "curvature": curvature,
-    }
-
-
-def _former_rule(state: Any, energies: Mapping[str, Tensor]) -> Any:
-    """The state of a step rule, in which that of another may be."""
-    if not isinstance(state, Mapping):
-        return state
-    found = {key: _former_rule(value, energies) for key, value in state.items()}
-    if isinstance(state.get("energies"), Mapping):
-        own = {name: (energies[name].tolist() if name in energies else [0.0, 0.0]) for name in state["energies"]}
-        found["energies"] = {
-            name: {"last": float(last), "measured": own[name][0], "predicted": own[name][1]}
-            for name, last in state["energies"].items()
-        }
-    return found
-
-
-def _former_block(entry: State, energies: dict[str, Tensor]) -> State:
-    """The state of a block, in which those of ranges of rows may be; notes its energies."""
-    found = {key: value for key, value in entry.items() if key != "energies"}
-    if entry.get("energies") is not None:
-        energies |= dict.fromkeys(entry["names"], entry["energies"])
-    if "parts" in found:
-        found["parts"] = {name: _former_block(part, energies) for name, part in found["parts"].items()}
-    if "scheme" in found:
-        found["scheme"] = {key: value for key, value in found["scheme"].items() if key != "compact"}
-    if isinstance(inverse := found.get("inverse"), Mapping):
-        roots = zip(("rows", "columns"), inverse.get("roots", ()), strict=False)
-        sides = {side: torch.cholesky_inverse(inverse[side]) for side, is_root in roots if is_root}
-        found["inverse"] = {k: x for k, x in inverse.items() if k not in ("roots", "packed")} | sides
-    return found

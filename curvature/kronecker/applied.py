@@ -268,27 +268,9 @@ INVERSES = {kind.name: kind for kind in (KroneckerInverse, EigenInverse, Partial
 
 def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
     """The inverse with this `state`."""
-    if "kind" not in state:
-        return _of_shapes(state)
     made = lambda kinds, kind, **fields: kinds[kind](**fields)
     own = {key: made(MATRICES, **x) if isinstance(x, Mapping) else x for key, x in state.items()}
     return cast("KroneckerInverse", made(INVERSES, **own))
-
-
-def _of_shapes(state: Mapping[str, Any]) -> KroneckerInverse:
-    """The inverse with this state of an earlier file, in which shapes tell kinds apart."""
-
-    def matrix(entries: Tensor, scale: Tensor | None, sizes: Sequence[int]) -> Matrix:
-        if scale is not None:
-            return LowRankMatrix(entries, scale)
-        return DiagonalMatrix(entries) if entries.ndim == 2 else DenseMatrix.of(entries, sizes)
-
-    values = state["values"]
-    rows, columns = map(matrix, (state["rows"], state["columns"]), state["shifts"], state.get("cuts", ((), ())))
-    if values is None:
-        return KroneckerInverse(rows, columns)
-    is_partial = rows.entries.ndim == 3 and values.shape[1] > rows.entries.shape[2]
-    return (PartialEigenInverse if is_partial else EigenInverse)(rows, columns, values)
 
 
 def ranges(blocks: Sequence[int]) -> Iterator[slice]:

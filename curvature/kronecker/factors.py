@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -120,16 +120,6 @@ class Scheme:
         is_plain = readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1
         rows, columns = (storage_of(d, largest, k in one_hot, is_plain) for k, d in enumerate((outputs, inputs)))
         return replace(scheme, storage=(rows, columns))
-
-    @staticmethod
-    def of_state(state: Mapping[str, Any]) -> Scheme:
-        """The scheme with these fields; earlier files tell forms of storage by flags."""
-        fields = {key: value for key, value in state.items() if key != "compact"}
-        if "diagonal" in fields:
-            sketched = fields.pop("few", fields.pop("sketched", (False, False)))
-            flags = zip(sketched, fields.pop("diagonal"), strict=True)
-            fields["storage"] = tuple("sketch" if few else "diagonal" if flat else "dense" for few, flat in flags)
-        return Scheme(**fields)
 
     @property
     def kinds(self) -> tuple[type[Side], type[Side]]:

@@ -176,7 +176,7 @@ def _unpacked(value: Any, device: torch.device | str | None) -> Any:
     if kind is Reading:
         return Reading(**fields)
     if kind is Scheme:
-        return Scheme.of_state(fields)
+        return Scheme(**fields)
     made = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)  # some are frozen

@@ -224,9 +224,8 @@ class Block:
         if foreign := sorted(gate.keys() - {"closed", "count", "traces"}):
             raise ValueError(f"what is known of outliers has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
-        # flags were tensors until 1.0
-        block.was_outlier, block.outliers = bool(gate.get("closed", False)), int(gate.get("count", 0))
-        block.traces = [float(x) for x in gate.get("traces", ())]
+        block.was_outlier, block.outliers = gate.get("closed", False), gate.get("count", 0)
+        block.traces = list(gate.get("traces", ()))
         for name, value in state.items():
             if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)

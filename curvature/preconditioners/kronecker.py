@@ -59,7 +59,7 @@ class KroneckerBlock(Block):
 
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
-        self.scheme = kronecker.Scheme.of_state(form | {"arrangement": AffineLayout(**form["arrangement"])})
+        self.scheme = kronecker.Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
         rows: Any = self.row_side
         columns: Any = self.column_side
         if rows is not None and columns is not None:

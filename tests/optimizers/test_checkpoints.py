@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.utils import _pytree as pytree
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
@@ -231,7 +230,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "newer": (lambda s: whole_of(s).update(version=6), "of version 6, saved by newer code; this reads version 5"),
     "no version": (lambda s: whole_of(s).pop("version"), "expected version 5, found None"),
     "version of text": (lambda s: whole_of(s).update(version="5"), "expected version 5, found '5'"),
-    "older": (lambda s: whole_of(s).update(version=3), "of version 3, saved by code from before the first release"),
+    "older": (lambda s: whole_of(s).update(version=4), "of version 4, saved by code from before the first release"),
     "no curvature": (lambda s: s["state"][0].pop("kfac"), "not of KFAC.*found .'displacement', 'momentum_buffer'"),
     "no state": (lambda s: s.pop("state"), r"found the keys \['param_groups'\]"),
     "no steps": (lambda s: whole_of(s)["monitor"].pop("steps"), "it has no 'steps'"),
@@ -265,73 +264,6 @@ def test_damaged_states(kind: type[KFAC], damage: str):
     with pytest.raises(ValueError, match=text):
         other.load_state_dict(state)
     assert str(other.state_dict()) == before
-
-
-def with_shapes(inverse: dict[str, Any]) -> dict[str, Any]:
-    """The state of an inverse in the form of that version, in which shapes tell kinds apart."""
-    sides = inverse["rows"], inverse["columns"]
-    scales, sizes = (tuple(side.get(key, other) for side in sides) for key, other in (("scale", None), ("sizes", ())))
-    rows, columns = (side["entries"] for side in sides)
-    return {"rows": rows, "columns": columns, "values": inverse.get("values"), "shifts": scales, "cuts": sizes}
-
-
-def as_version_4(state: dict[str, Any]) -> dict[str, Any]:
-    """A state in the form of that version, whose numbers were tensors, and whose energies were in the blocks."""
-    state = copy.deepcopy(state)
-    whole = whole_of(state)
-    rule = whole["rule"].get("then", whole["rule"])
-    layers, schedule = rule["energies"], whole["intervals"]
-    for key, value in rule.items():
-        rule[key] = torch.tensor(value) if isinstance(value, float) else value
-    rule["energies"] = {name: torch.tensor(own["last"]) for name, own in layers.items()}
-    for name, block in whole["curvature"].items():
-        known = layers.get(name, {"measured": 0.0, "predicted": 0.0})
-        block["energies"] = torch.tensor([known["measured"], known["predicted"]]) if known["measured"] else None
-        if "scheme" in block:
-            block["inverse"] = inverse = with_shapes(block["inverse"])
-            storage = block["scheme"].pop("storage")
-            block["scheme"]["diagonal"] = tuple(name == "diagonal" for name in storage)
-            block["scheme"]["few"] = tuple(name == "sketch" for name in storage)
-            block["scheme"]["compact"], inverse["packed"], inverse["roots"] = False, (False, False), (False, False)
-            if inverse["values"] is None and inverse["columns"].ndim == 3:
-                inverse["columns"] = torch.linalg.cholesky(torch.linalg.inv(inverse["columns"]))
-                inverse["roots"] = False, True
-    for key in ("output_scale", "output_size"):
-        whole["recorder"][key] = torch.tensor(whole["recorder"][key])
-    whole["kind"]["compact"], whole["version"] = False, 4
-    whole["intervals"] = [schedule["factor_every"], schedule["decompose_every"]]
-    return state
-
-
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "KFAC adaptive", "woodbury"])
-def test_states_of_version_4(name: str):
-    """They go on as those of today, once both renew what the former has not saved: when they last renewed."""
-    model, opt = made(name)
-    train(name, model, opt, 3)
-    found = []
-    for form in (copy.deepcopy, as_version_4):
-        state = form(opt.state_dict())
-        if form is copy.deepcopy:
-            whole_of(state)["intervals"] |= {"interval": 1.0, "renewed": None, "inverted": {}, "drifts": {}}
-        again, other = made(name)
-        again.load_state_dict(model.state_dict())
-        other.load_state_dict(state)
-        loaded = other.state_dict()
-        whole_of(loaded).pop("intervals")
-        train(name, again, other, 3)
-        found.append((loaded, weights(again)))
-    numbers = [[x for x in pytree.tree_leaves(own) if isinstance(x, Tensor | float)] for own in found]
-    for one, former in zip(*numbers, strict=True):
-        torch.testing.assert_close(one, former, rtol=1e-3, atol=1e-4)  # the root of an inverse, in single precision
-
-
-def test_states_of_version_4_in_16_bits():
-    model, opt = made("KFAC")
-    train("KFAC", model, opt, 3)
-    state = as_version_4(opt.state_dict())
-    whole_of(state)["kind"]["compact"] = True
-    with pytest.raises(ValueError, match="of an optimizer with compact True"):
-        opt.load_state_dict(state)
 
 
 def test_no_state_at_all():
