@@ -4,9 +4,6 @@ from curvature.operators import (
     Estimate,
     Tridiagonal,
     conjugate_gradient,
-    hutchinson_diagonal,
-    hutchinson_trace,
-    hutchpp_trace,
     lanczos,
     lanczos_eigenpairs,
     lanczos_eigenvalues,
@@ -17,6 +14,6 @@ from curvature.operators import (
 )
 
 __all__ = [
-    "Estimate", "Tridiagonal", "conjugate_gradient", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
+    "Estimate", "Tridiagonal", "conjugate_gradient",
     "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
-from curvature.operators.estimators import Estimate, hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
+from curvature.operators.estimators import Estimate, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
@@ -29,7 +29,7 @@ from curvature.operators.stored import blocks_of, in_memory, load
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",
     "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
-    "blocks_of", "conjugate_gradient", "flat_parameters", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
+    "blocks_of", "conjugate_gradient", "flat_parameters",
     "in_memory", "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge",
     "quadratic_penalty", "read", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
     "xtrace",

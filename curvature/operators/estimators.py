@@ -43,55 +43,17 @@ def products_per_part(k: int, parts: int, function: Callable[..., object]) -> in
     return k // parts
 
 
-def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
-    """Mean of ``z^T M z`` over k vectors of random signs (Hutchinson 1990, doi:10.1080/03610919008812866).
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 2.
-        generator: by default a new one with seed 0, so that calls repeat; the global random state is untouched.
-
-    Raises:
-        ValueError: k is too small.
-
-    The error falls as ``1/sqrt(k)`` and is zero for a diagonal matrix.
-    """
-    z = op.space.signs(products_per_part(k, 1, hutchinson_trace), generator)
-    return mean_estimate((z * (op @ z)).sum(0))
-
-
-def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
-    """Hutch++: exact on a range found with a third of the products, Hutchinson's mean on the rest (arXiv:2010.09649).
-
-    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices.
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 6.
-        generator: as for `hutchinson_trace`.
-
-    Raises:
-        ValueError: k is too small.
-    """
-    third, generator = products_per_part(k, 3, hutchpp_trace), generator or op.space.generator()
-    basis = qr(op @ op.space.signs(third, generator))[0]
-    z = op.space.signs(k - 2 * third, generator)
-    z = z - basis @ (basis.mT @ z)
-    rest = mean_estimate((z * (op @ z)).sum(0))
-    return Estimate((basis * (op @ basis)).sum() + rest.value, rest.error)
-
-
 def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """XTrace: each vector samples the complement of the range that all others span (arXiv:2301.07825).
 
     Normal vectors, scaled by their norm on the complement, make the estimate unbiased. Exact for rank less than
-    ``k / 2``; usually the most accurate of the three. The samples are not independent, so the standard error is too
+    ``k / 2``. The samples are not independent, so the standard error is too
     small, by at most a third in our tests.
 
     Args:
         op: any symmetric matrix.
         k: number of products, at least 4; more than 2 P are not used.
-        generator: as for `hutchinson_trace`.
+        generator: by default a new one with seed 0, so that calls repeat; the global random state is untouched.
 
     Raises:
         ValueError: k is too small.
@@ -110,24 +72,6 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
     return mean_estimate(core.trace() - (leaves * (core @ leaves)).sum(0) + rest)
 
 
-def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
-    """Mean of ``z * (M z)`` over k vectors of random signs (Bekas et al. 2007, doi:10.1016/j.apnum.2007.01.003).
-
-    Args:
-        op: any symmetric matrix.
-        k: number of products, at least 2.
-        generator: as for `hutchinson_trace`.
-
-    Returns:
-        The estimate with value and error of shape (P,).
-
-    Raises:
-        ValueError: k is too small.
-    """
-    z = op.space.signs(products_per_part(k, 1, hutchinson_diagonal), generator)
-    return mean_estimate((z * (op @ z)).T)
-
-
 def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
     """XDiag, the counterpart of `xtrace` for the diagonal (arXiv:2301.07825).
 
@@ -137,7 +81,7 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     Args:
         op: any symmetric matrix.
         k: number of products, at least 6; with 2 P and more the matrix is multiplied by P unit vectors instead.
-        generator: as for `hutchinson_trace`.
+        generator: as for `xtrace`.
 
     Returns:
         The estimate with value and error of shape (P,).

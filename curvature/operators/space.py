@@ -205,7 +205,7 @@ def require_dense_size(space: Space) -> None:
         gigabytes = rows**2 * space.dtype.itemsize / 1e9
         raise ValueError(
             f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
-            "These need products only: conjugate_gradient, eigenvalues(k), hutchpp_trace, xtrace, xdiag, "
+            "These need products only: conjugate_gradient, eigenvalues(k), xtrace, xdiag, "
             "lanczos_eigenvalues, lanczos_logdet, spectral_density"
         )
 
@@ -215,7 +215,7 @@ def warn_of_products(space: Space) -> None:
     if space.size > MAX_DIRECT_SIZE:
         warnings.warn(
             f"this takes {space.size} products with the matrix, one for each row. Estimates take some tens: "
-            "hutchpp_trace or xtrace for the trace, xdiag for the diagonal, eigenvalues(k), lanczos_logdet",
+            "xtrace for the trace, xdiag for the diagonal, eigenvalues(k), lanczos_logdet",
             stacklevel=4,
         )
 

@@ -103,11 +103,7 @@ ESTIMATES: dict[str, Callable[[Any, Tensor], Any]] = {
     "preconditioned": lambda M, v: estimators.conjugate_gradient(
         M, v, DAMPING, preconditioner=curvature.Diagonal(M.space, 1 / (M.diagonal() + DAMPING))
     ),
-    "hutchinson_trace": lambda M, v: estimators.hutchinson_trace(M, 6),
-    "hutchinson_trace of a generator": lambda M, v: estimators.hutchinson_trace(M, 6, torch.Generator().manual_seed(7)),
-    "hutchpp_trace": lambda M, v: estimators.hutchpp_trace(M, 9),
     "xtrace": lambda M, v: estimators.xtrace(M, 8),
-    "hutchinson_diagonal": lambda M, v: estimators.hutchinson_diagonal(M, 6),
     "xdiag": lambda M, v: estimators.xdiag(M, 8),
     "lanczos": lambda M, v: estimators.lanczos(M, 4, v[:, 0]),
     "lanczos_eigenvalues": lambda M, v: estimators.lanczos_eigenvalues(M, 3),

@@ -170,7 +170,7 @@ USES: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "laplace, last layer": lambda m, x, y: laplace(m, x, y, "last_layer"),
     "compression": compressed,
     "trace": lambda m, x, y: (
-        curvature.hutchinson_trace(
+        curvature.xtrace(
             curvature.fisher(m, loss_at_output, (x, y)), 4, generator=torch.Generator("cpu").manual_seed(0)
         ).value
     ),
