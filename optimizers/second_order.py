@@ -147,7 +147,8 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _run(self, closure: Callable[[], Any] | None) -> Outcome:
         """Make a step by the rule, apply its displacement, and report it to monitor and schedule."""
         self.recorder.listener.reset()  # after an interrupted forward pass
-        self.recorder.scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self.recorder.scaling = Scaling(scale, found_inf, self.recorder.scaling.worked)
         self._follow_parameters()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
@@ -173,6 +174,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.is_step:
+            self.recorder.scaling = Scaling(worked=scale)  # a tensor of its own, which the scaler does not change
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()

@@ -19,7 +19,7 @@ from curvature.losses import Injection, empirical, isotropic
 from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
-from optimizers.distributed.processes import vectors_of_global_batch
+from optimizers.distributed.processes import Processes, vectors_of_global_batch
 from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
@@ -36,6 +36,7 @@ class Scaling(NamedTuple):
 
     scale: Tensor | None = None  # of the loss (); None without a scaler, or after `unscale_`
     found_inf: Tensor | None = None  # whether it found gradients that are not finite; None without a scaler
+    worked: Tensor | None = None  # the scale of the last step that was taken
 
     def unscale(self, gradients: Named) -> None:
         """Divide gradients in place by the scale."""
@@ -43,6 +44,16 @@ class Scaling(NamedTuple):
             inverse = widen(self.scale).reciprocal()
             for g in gradients.values():
                 g.mul_(inverse.to(g.device, torch.promote_types(g.dtype, torch.float32)))
+
+    def has_worked(self, processes: Processes) -> bool:
+        """Whether a step was taken at this scale or above, so that it is no reason for gradients that are not finite.
+
+        The host waits once.
+        """
+        if self.scale is None or self.worked is None:
+            return self.scale is None
+        scale, worked = processes.agreed(stack([self.scale, self.worked])).tolist()
+        return scale <= worked
 
 
 class Recorder:
@@ -243,7 +254,7 @@ class Recorder:
 
     def _loss_scale(self) -> float:
         """The factor that a GradScaler put on the loss."""
-        scale, found_inf = self.scaling
+        scale, found_inf = self.scaling.scale, self.scaling.found_inf
         if scale is None and found_inf is not None:
             raise RuntimeError(
                 f"{self.owner}: inject=empirical() takes the backprops of the loss, and GradScaler.unscale_ "

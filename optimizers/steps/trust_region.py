@@ -255,11 +255,14 @@ class TrustRegionStep(StepRule):
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """A batch that is not finite is left out; the second in a row undoes the last step and shortens the next."""
         preconditioner = context.preconditioner
-        # a GradScaler has bad batches until it has found its scale
-        undoes = not preconditioner.monitor.was_accepted and preconditioner.recorder.scaling.scale is None
         # without a slope there is no last step: an undone one must not shrink the step size at each batch that follows
-        if self.state is None or not self.state.slope or not undoes or preconditioner.has_seen_empty_batches_only():
+        is_first = self.state is None or not self.state.slope or preconditioner.monitor.was_accepted
+        if is_first or preconditioner.has_seen_empty_batches_only():
             return Outcome(loss, is_skipped=True)
+        # a GradScaler has bad batches until it has found its scale, whatever the last step was
+        if not preconditioner.recorder.scaling.has_worked(preconditioner.team.processes):
+            return Outcome(loss, is_skipped=True)
+        assert self.state is not None
         last = self._last(context, layout_of_step(context, gradients))
         self.state = undone(self.state, -math.inf, self.constants)
         return Outcome(loss, self._undo(context, last), is_skipped=True)

@@ -231,3 +231,55 @@ def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
         ends.append([p.detach() for p in model.parameters()])
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+LARGE = 2.0**12  # times the loss, so that a scale overflows which is a number in single precision
+
+
+def scaled_run(make: Any, scales: dict[int, float], steps: int = 40, growth: int = 10**6, ruin: int = -1) -> KFAC:
+    """Train on one batch, with a new scaler at the steps that `scales` has; step `ruin` is far too long."""
+    model = network()
+    opt, scaler = make(model), torch.amp.GradScaler("cpu", enabled=False)
+    for k in range(steps):
+        if k in scales:
+            scaler = torch.amp.GradScaler("cpu", init_scale=scales[k], growth_interval=growth)
+        opt.zero_grad()
+        scaler.scale(LARGE * F.cross_entropy(model(X), Y)).backward()
+        scaler.step(opt)
+        scaler.update()
+        if k == ruin:
+            for p in model.parameters():
+                far = torch.full_like(p, 3e38)
+                p.data.add_(far)
+                opt.state[p]["displacement"] = far
+            opt.rule.last = None  # type: ignore[union-attr]
+    assert all(p.isfinite().all() for p in model.parameters())
+    return opt
+
+
+SCALED = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
+
+
+@SCALED
+@pytest.mark.parametrize(
+    "scales", [{}, {0: 1.0}, {0: 2.0**16}, {0: 2.0**127}], ids=["none", "one", "usual", "searched"]
+)
+def test_a_step_that_ruins_the_model_is_undone_beside_a_scaler(optimizer: type[KFAC], scales: dict[int, float]) -> None:
+    """As without one, at the second bad batch in a row."""
+    opt = scaled_run(optimizer, scales, ruin=24)
+    assert opt.stats()["overshoots"] == 1
+    assert [entry.get("accepted") for entry in opt.history[25:28]] == [False, False, True]
+
+
+@SCALED
+@pytest.mark.parametrize("start", [{}, {0: 2.0**10}], ids=["first", "resumed"])
+def test_a_scaler_that_looks_for_its_scale_undoes_nothing(optimizer: type[KFAC], start: dict[int, float]) -> None:
+    """At the start of a run, and where a run goes on with a new scaler."""
+    opt = scaled_run(optimizer, start | {len(start) * 6: 2.0**127})
+    assert opt.skipped >= 3 and max(entry.get("overshoots", 0) for entry in opt.history) == 0
+
+
+@SCALED
+def test_a_scale_that_has_grown_too_far_undoes_nothing(optimizer: type[KFAC]) -> None:
+    opt = scaled_run(optimizer, {0: 2.0**110}, growth=2)
+    assert opt.skipped >= 2 and max(entry.get("overshoots", 0) for entry in opt.history) == 0
