@@ -338,17 +338,17 @@ def said(problem: str, name: str, what: str, end: str, loss: float, steps: float
 
 
 def save_tuned(path: Path, problem: Problem, entry: Entry, trials: Iterator[Trial]) -> None:
-    """Into the file of tuned settings, which is read again at the end: another problem may be tuned meanwhile."""
+    """Each trial into the file of tuned settings, which is read anew: another problem may be tuned meanwhile."""
     grid, best = [], None
     for trial in trials:
         said(problem.name, entry.name, words(trial.setting), trial.end, trial.loss, trial.steps, trial.seconds)
         rounded = {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(trial).items()}
         grid.append({**rounded, "loss": float(f"{trial.loss:.4g}") if math.isfinite(trial.loss) else None})
         best = min(best or trial, trial, key=lambda trial: trial.rank)
-    tuned = load(path)
-    found = {"chosen": best.setting, "machine": machine(problem.device), "grid": grid}
-    tuned.setdefault(problem.name, {})[entry.name] = found
-    save(path, tuned)
+        tuned = load(path)
+        chosen = {"chosen": best.setting, "machine": machine(problem.device), "grid": grid}
+        tuned.setdefault(problem.name, {})[entry.name] = chosen
+        save(path, tuned)
 
 
 def contest(

@@ -152,9 +152,10 @@ def noisy_digits(share: float = 0.2) -> Parts:
     return (x, torch.where(wrong, torch.randint(10, y.shape, generator=generator), y)), test
 
 
-def characters(length: int) -> Parts:
-    """Windows of Python's help and the same shifted by one character; training windows start at every fourth one."""
-    text, _ = documentation()
+def characters(length: int, text: Tensor | None = None) -> Parts:
+    """Windows of Python's help, or of a text, and the same shifted by one character; those for training start at every
+    fourth one."""
+    text = documentation()[0] if text is None else text
     kept = int(0.9 * len(text))
     first, second = (part.unfold(0, length + 1, step) for part, step in ((text[:kept], 4), (text[kept:], length)))
     order = torch.randperm(len(first), generator=torch.Generator().manual_seed(0))

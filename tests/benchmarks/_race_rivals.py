@@ -18,8 +18,14 @@ EVERY = 10  # steps between the decompositions of SOAP, Shampoo and the empirica
 MATRICES = (nn.Linear, nn.Conv2d)  # layers whose weight is a matrix; an embedding is not one of them
 HIDDEN = (*MATRICES, nn.RNNBase, nn.MultiheadAttention)  # layers whose matrices Muon trains
 Setting = dict[str, float]
-sgd = lambda model, problem, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-adamw = lambda model, problem, lr: torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
+
+
+def sgd(model: nn.Module, problem: Problem, lr: float, decay: float = 0.0) -> Any:
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=decay)
+
+
+def adamw(model: nn.Module, problem: Problem, lr: float, decay: float = 0.0) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr, weight_decay=decay)
 
 
 class Together:
@@ -42,11 +48,11 @@ class Muon(torch.optim.Optimizer):
 
     There the iterations are in bfloat16, for which most processors have no fast product: a step would take many times
     as long. Kernels of convolutions count as matrices (outputs, all else). The length of a step is adjusted to AdamW's
-    (`adjust_lr_fn="match_rms_adamw"`; arXiv:2502.16982), so that one learning rate serves both.
+    (`adjust_lr_fn="match_rms_adamw"`; arXiv:2502.16982), so that one learning rate serves both, as does `decay`.
     """
 
-    def __init__(self, params: Sequence[Tensor], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(self, params: Sequence[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -55,6 +61,7 @@ class Muon(torch.optim.Optimizer):
                 mean = self.state[p].setdefault("mean", torch.zeros_like(p))
                 mean.lerp_(p.grad, 1 - group["momentum"])
                 direction = orthogonal(p.grad.lerp(mean, group["momentum"]).flatten(1))
+                p.mul_(1 - group["lr"] * group["decay"])
                 p.add_(direction.view_as(p), alpha=-0.2 * max(direction.shape) ** 0.5 * group["lr"])
 
 
@@ -142,17 +149,17 @@ def _joined(layer: nn.Module) -> Tensor:
     return torch.cat([weight, layer.bias.grad[:, None]], 1) if layer.bias is not None else weight
 
 
-def muon(model: nn.Module, problem: Problem, lr: float) -> Any:
+def muon(model: nn.Module, problem: Problem, lr: float, decay: float = 0.0) -> Any:
     layers = [layer for layer in model.modules() if isinstance(layer, HIDDEN)]
     matrices = [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim > 1]
     rest = others(model, matrices)
-    return Together(Muon(matrices, lr), torch.optim.AdamW(rest, lr, weight_decay=0.0))
+    return Together(Muon(matrices, lr, decay=decay), torch.optim.AdamW(rest, lr, weight_decay=decay))
 
 
-def soap(model: nn.Module, problem: Problem, lr: float) -> Any:
+def soap(model: nn.Module, problem: Problem, lr: float, decay: float = 0.0) -> Any:
     from pytorch_optimizer import SOAP
 
-    return SOAP(model.parameters(), lr, weight_decay=0.0, precondition_frequency=EVERY)
+    return SOAP(model.parameters(), lr, weight_decay=decay, precondition_frequency=EVERY)
 
 
 def shampoo(model: nn.Module, problem: Problem, lr: float) -> Any:

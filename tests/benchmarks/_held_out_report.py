@@ -1,0 +1,235 @@
+"""What came out on data held out: medians over the seeds, beside the best tuned rival; tables, a summary, a picture."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from _contest import Point, Record, Result, met
+from _held_out_problems import CHOSEN, PATIENCE, TABLES, UNSEEN
+from _report import markdown
+
+TUNED = ("adamw", "sgd", "muon", "soap")
+LABELS = {
+    "adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "soap": "SOAP", "schedulefree": "schedule-free AdamW",
+    "kfac": "KFAC", "kfac_cosine": "KFAC, cosine", "kfac_linear": "KFAC, linear",
+    "ekfac": "EKFAC", "ekfac_cosine": "EKFAC, cosine", "ekfac_linear": "EKFAC, linear",
+}  # fmt: skip
+NAMES = {
+    "cnn": "CNN with BatchNorm", "vit": "ViT", "dropout": "MLP with dropout", "gpt": "GPT", "ratings": "ratings",
+    "table": "noisy table", "lstm": "LSTM", "photograph": "photograph", "vae": "VAE", "resnet": "ResNet with BatchNorm",
+    "labels": "wrong labels", "text": "text windows, GRU", "diabetes": "diabetes, standardised",
+    "units": "diabetes, in its own units", "cancer": "breast cancer", "flipped": "make_classification, wrong labels",
+    "friedman": "make_friedman1 with noise",
+}  # fmt: skip
+NEAR, FAR, SCHEDULED = 1.05, 1.3, 1.03  # the best tuned rival's held-out loss; a schedule's, over a constant rate's
+COLOURS = {"schedulefree": "0.6", "kfac": "black", "kfac_cosine": "C0", "kfac_linear": "C2", "ekfac": "crimson",
+           "ekfac_cosine": "C1", "ekfac_linear": "C4"}  # fmt: skip
+
+
+def loss_of(point: Point) -> float:
+    """The held-out one; infinite where it is not finite."""
+    return point.metric if math.isfinite(point.metric) and math.isfinite(point.loss) else math.inf
+
+
+@dataclass(frozen=True)
+class HeldOutResult(Result):
+    """The runs of one problem, whose points have the training loss, and the held-out loss and metric as `metric` and
+    `accuracy`.
+
+    Attributes:
+        objective: unit of the losses.
+        metric: what is measured beside the loss.
+        budget: seconds of a run; 0 where it stopped early.
+    """
+
+    objective: str
+    metric: str
+    budget: float
+
+    def of(self, name: str) -> list[Record]:
+        return [record for record in self.records if record.name == name]
+
+    def best(self) -> str | None:
+        """The tuned rival whose held-out loss is the lowest at the end."""
+        losses = {name: middle([loss_of(record.last) for record in self.of(name)]) for name in TUNED}
+        kept = {name: loss for name, loss in losses.items() if not math.isnan(loss)}
+        return min(kept, key=kept.__getitem__, default=None)
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; nan of none."""
+    return statistics.median(values) if values else math.nan
+
+
+def lowest(record: Record) -> Point:
+    """The moment at which a user would have kept the model."""
+    return min(record.points, key=loss_of)
+
+
+def seconds_to(record: Record, target: float) -> float:
+    """When the held-out loss first comes to the target; infinite if never."""
+    points = [replace(point, loss=loss_of(point)) for point in record.points]
+    for first, second in zip(points, points[1:], strict=False):
+        if second.loss <= target:
+            return second.seconds if math.isinf(first.loss) else met(first, second, target)[1]
+    return math.inf
+
+
+def shown(value: float, form: str = ".3g") -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}" if math.isfinite(value) else "not finite"
+
+
+def ratio(result: HeldOutResult, name: str, at_best: bool = False) -> float:
+    """Held-out loss at the end, or at both best moments, over the best tuned rival's; the median of the seeds."""
+    rival = result.best()
+    end = (lambda record: loss_of(lowest(record))) if at_best else (lambda record: loss_of(record.last))
+    theirs = {record.seed: end(record) for record in result.of(rival)} if rival else {}
+    return middle([end(record) / theirs[record.seed] for record in result.of(name) if record.seed in theirs])
+
+
+def losses(results: Mapping[str, HeldOutResult]) -> str:
+    """Markdown: held-out loss at the end, of everyone."""
+    names = [name for name in LABELS if any(result.of(name) for result in results.values())]
+    rows = []
+    for problem, result in results.items():
+        cells = [shown(middle([loss_of(record.last) for record in result.of(name)])) for name in names]
+        rows.append([NAMES[problem], "choices" if problem in CHOSEN else "unseen", result.title, *cells])
+    return markdown(["problem", "half", "what", *(LABELS[name] for name in names)], "lllr", rows)
+
+
+def beside(results: Mapping[str, HeldOutResult], ours: str) -> Iterator[list[str]]:
+    """A row for each problem: one of ours beside the best tuned rival."""
+    for problem, result in results.items():
+        rival, runs = result.best(), result.of(ours)
+        if rival is None or not runs:
+            continue
+        theirs = result.of(rival)
+        target = {record.seed: loss_of(record.last) for record in theirs}
+        times = [seconds_to(record, target[record.seed]) for record in runs if record.seed in target]
+        time = statistics.median_low(times) if times else math.nan
+        pair = lambda what, of_all=(runs, theirs): " / ".join(
+            shown(middle([what(r.last) for r in of])) for of in of_all
+        )
+        yield [
+            NAMES[problem], LABELS[rival],
+            *(shown(ratio(result, name), ".2f") for name in (ours, f"{ours}_cosine", f"{ours}_linear")),
+            shown(ratio(result, ours, at_best=True), ".2f"),
+            "not reached" if math.isinf(time) else f"{shown(time)} of {result.budget:g}",
+            result.metric, pair(lambda point: point.accuracy), pair(lambda point: point.loss),
+        ]  # fmt: skip
+
+
+def stopped(results: Mapping[str, HeldOutResult]) -> str:
+    """Markdown: the tables at their best epoch."""
+    names = [name for name in ("adamw", "kfac", "ekfac") if any(result.of(name) for result in results.values())]
+    rows = []
+    for table, result in results.items():
+        cells = []
+        for name in names:
+            ends = [lowest(record) for record in result.of(name)]
+            loss, metric, step, seconds = (
+                middle([what(end) for end in ends])
+                for what in (loss_of, lambda e: e.accuracy, lambda e: e.step, lambda e: e.seconds)
+            )
+            epoch = shown(step / TABLES[table]().epoch, ".0f")
+            cells.append(f"{shown(loss)} ({shown(metric)}; {epoch}; {shown(seconds, '.2f')} s)")
+        rows.append([NAMES[table], result.metric, *cells])
+    label = lambda name: "AdamW, 1e-3" if name == "adamw" else LABELS[name]
+    return markdown(["table", "metric", *map(label, names)], "llr", rows)
+
+
+def summary(results: Mapping[str, HeldOutResult], tables: Mapping[str, HeldOutResult]) -> str:
+    """One line for each half, for schedules, and for tables; empty where ours have not run."""
+    lines = []
+    for ours in ("kfac", "ekfac"):
+        raced = {name: one for name, one in results.items() if one.of(ours) and one.best()}
+        for half, names in (("on which constants were chosen", CHOSEN), ("looked at once", UNSEEN)):
+            ratios = {name: ratio(one, ours) for name, one in raced.items() if name in names}
+            if ratios:
+                near, worst = sum(one <= NEAR for one in ratios.values()), max(ratios, key=ratios.__getitem__)
+                lines.append(
+                    f"{LABELS[ours]}, problems {half}: held-out loss within {NEAR - 1:.0%} of the best tuned rival's "
+                    f"on {near} of {len(ratios)}, at worst {ratios[worst]:.2f} times ({NAMES[worst]})."
+                )
+        changes = {
+            (name, schedule): ratio(one, f"{ours}_{schedule}") / ratio(one, ours)
+            for name, one in raced.items()
+            for schedule in ("cosine", "linear")
+            if one.of(f"{ours}_{schedule}")
+        }
+        if changes:
+            worse, worst = sum(one > SCHEDULED for one in changes.values()), max(changes, key=changes.__getitem__)
+            lines.append(
+                f"{LABELS[ours]} under a schedule: the loss is more than {SCHEDULED - 1:.0%} higher than at a constant "
+                f"rate in {worse} of {len(changes)} cases, at worst {changes[worst]:.2f} times ({NAMES[worst[0]]}, "
+                f"{worst[1]})."
+            )
+        both = [one for one in tables.values() if one.of(ours) and one.of("adamw")]
+        if both:
+            best = lambda one, name: middle([loss_of(lowest(record)) for record in one.of(name)])
+            ahead = sum(best(one, ours) < best(one, "adamw") for one in both)
+            lines.append(f"{LABELS[ours]}, tables with early stopping: ahead of AdamW on {ahead} of {len(both)}.")
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
+    """Markdown: the losses of all, ours beside the best tuned rival, and the tables that stopped early."""
+    tables = {name: one for name, one in results.items() if name in TABLES}
+    problems = {name: one for name, one in results.items() if name not in TABLES}
+    head = ["problem", "best tuned rival", "at a constant rate", "cosine", "linear", "best moment", "s to its loss",
+            "metric", "metric, ours / its", "training loss, ours / its"]  # fmt: skip
+    text = f"{summary(problems, tables)}\n"
+    if problems:
+        text += f"### Held-out loss at the end\n\n{losses(problems)}\n\n"
+    for ours in ("kfac", "ekfac"):
+        rows = list(beside(problems, ours))
+        if rows:
+            body = markdown(head, "llrrrrrlr", rows)
+            text += f"### {LABELS[ours]}, times the best tuned rival's held-out loss\n\n{body}\n\n"
+    if tables:
+        title = f"Tables, stopped after {PATIENCE} epochs: held-out loss (metric; epoch; seconds)"
+        text += f"### {title}\n\n{stopped(tables)}\n\n"
+    machines = "; ".join(sorted({one.machine for one in results.values()}))
+    seeds = len({record.seed for one in results.values() for record in one.records})
+    return f"{text}Medians of {seeds} seed(s); {machines}.\n"
+
+
+def held_out_figure(results: Mapping[str, HeldOutResult], path: Path) -> None:
+    """Held-out loss over the best tuned rival's, left of 1 is better: a dot for each seed, a bar for their median."""
+    from matplotlib import pyplot as plt
+
+    raced = {name: one for name, one in results.items() if name not in TABLES and one.best()}
+    names = [name for name in COLOURS if any(one.of(name) for one in raced.values())]
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 1.8 + 0.5 * len(raced)), sharey=True, layout="constrained")
+    for panel, at_best, title in zip(axes, (False, True), ("at the end", "at the best moment"), strict=True):
+        for shift, name in enumerate(names):
+            for row, one in enumerate(raced.values()):
+                y = row + 0.8 * ((shift + 0.5) / len(names) - 0.5)
+                for record in one.of(name):
+                    alone = replace(one, records=[record, *one.of(one.best())])
+                    panel.plot(ratio(alone, name, at_best), y, "o", ms=3, alpha=0.6, color=COLOURS[name])
+                panel.plot(ratio(one, name, at_best), y, "|", ms=9, mew=2.2, color=COLOURS[name])
+            panel.plot([], [], "|", ms=11, mew=2.5, label=LABELS[name], color=COLOURS[name])
+        panel.axvline(1, color="0.3", lw=0.9, zorder=1)
+        panel.set(
+            xscale="log",
+            title=title,
+            xlabel="times the best tuned rival's held-out loss",
+            ylim=(len(raced) - 0.4, -0.6),
+        )
+        panel.set_yticks(range(len(raced)), [NAMES[name] + ("" if name in CHOSEN else " *") for name in raced])
+        low, high = panel.get_xlim()
+        ticks = [tick for tick in (0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.3, 1.6, 2, 3, 5, 10) if low <= tick <= high]
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
+        panel.grid(axis="x", color="0.88", lw=0.7)
+        panel.set_axisbelow(True)
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False,
+                 title="* no constant was chosen on it; left of 1 is better")  # fmt: skip
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
