@@ -319,8 +319,8 @@ MADE: dict[str, Callable[[str], Problem]] = {
         "MLP 784-256-128-10 with dropout 0.3, 3,600 MNIST digits", partial(with_dropout, 0.3), ENTROPY, some_digits,
         batch=64),
     "gpt": of(
-        "character GPT 2 x 96, 64 characters of Python's help",
-        lambda: GPT(pages()[1], 64, 96, 2, tied=True), token_loss,
+        "character GPT 2 x 64, 64 characters of Python's help",
+        lambda: GPT(pages()[1], 64, 64, 2, tied=True), token_loss,
         partial(reading, 64, 200), batch=8, **TEXT),
     "ratings": of(
         "ratings of 600 users for 400 items, some rare, embeddings of 16 and an MLP", partial(Factors, 600, 400, 16),

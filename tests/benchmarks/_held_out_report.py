@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from _contest import Point, Record, Result, met
 from _held_out_problems import CHOSEN, PATIENCE, TABLES, UNSEEN
@@ -58,6 +59,17 @@ class HeldOutResult(Result):
         losses = {name: middle([loss_of(record.last) for record in self.of(name)]) for name in TUNED}
         kept = {name: loss for name, loss in losses.items() if not math.isnan(loss)}
         return min(kept, key=kept.__getitem__, default=None)
+
+
+def read(saved: Mapping[str, Any]) -> dict[str, HeldOutResult]:
+    """Of a file, in the order of the table."""
+    return {name: HeldOutResult.read(saved[name]) for name in NAMES if name in saved}
+
+
+def parted(results: Mapping[str, HeldOutResult]) -> tuple[dict[str, HeldOutResult], dict[str, HeldOutResult]]:
+    """Problems, and tables that stopped early."""
+    tables = {name: one for name, one in results.items() if name in TABLES}
+    return {name: one for name, one in results.items() if name not in TABLES}, tables
 
 
 def middle(values: Sequence[float]) -> float:
@@ -142,11 +154,12 @@ def stopped(results: Mapping[str, HeldOutResult]) -> str:
     return markdown(["table", "metric", *map(label, names)], "llr", rows)
 
 
-def summary(results: Mapping[str, HeldOutResult], tables: Mapping[str, HeldOutResult]) -> str:
+def summary(results: Mapping[str, HeldOutResult]) -> str:
     """One line for each half, for schedules, and for tables; empty where ours have not run."""
+    problems, tables = parted(results)
     lines = []
     for ours in ("kfac", "ekfac"):
-        raced = {name: one for name, one in results.items() if one.of(ours) and one.best()}
+        raced = {name: one for name, one in problems.items() if one.of(ours) and one.best()}
         for half, names in (("on which constants were chosen", CHOSEN), ("looked at once", UNSEEN)):
             ratios = {name: ratio(one, ours) for name, one in raced.items() if name in names}
             if ratios:
@@ -178,11 +191,10 @@ def summary(results: Mapping[str, HeldOutResult], tables: Mapping[str, HeldOutRe
 
 def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
     """Markdown: the losses of all, ours beside the best tuned rival, and the tables that stopped early."""
-    tables = {name: one for name, one in results.items() if name in TABLES}
-    problems = {name: one for name, one in results.items() if name not in TABLES}
+    problems, tables = parted(results)
     head = ["problem", "best tuned rival", "at a constant rate", "cosine", "linear", "best moment", "s to its loss",
             "metric", "metric, ours / its", "training loss, ours / its"]  # fmt: skip
-    text = f"{summary(problems, tables)}\n"
+    text = f"{summary(results)}\n"
     if problems:
         text += f"### Held-out loss at the end\n\n{losses(problems)}\n\n"
     for ours in ("kfac", "ekfac"):
@@ -202,7 +214,7 @@ def held_out_figure(results: Mapping[str, HeldOutResult], path: Path) -> None:
     """Held-out loss over the best tuned rival's, left of 1 is better: a dot for each seed, a bar for their median."""
     from matplotlib import pyplot as plt
 
-    raced = {name: one for name, one in results.items() if name not in TABLES and one.best()}
+    raced = {name: one for name, one in parted(results)[0].items() if one.best()}
     names = [name for name in COLOURS if any(one.of(name) for one in raced.values())]
     drawn, axes = plt.subplots(1, 2, figsize=(10, 1.8 + 0.5 * len(raced)), sharey=True, layout="constrained")
     for panel, at_best, title in zip(axes, (False, True), ("at the end", "at the best moment"), strict=True):

@@ -56,6 +56,8 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "batches": ("tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive", 6),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
+    # Ours, into the file that has the rivals' runs: those are made by --only adamw sgd muon soap schedulefree.
+    "held_out": ("tests/benchmarks/held_out.py --only kfac ekfac --json docs/results/held_out.runs.json", 45),
     # on a GPU alone
     "gpu_steps": ("tests/benchmarks/gpu.py steps --only vit resnet gpt", 5),
     "gpu_curvature": ("tests/benchmarks/gpu.py curvature --rounds 3 --only resnet18", 1),

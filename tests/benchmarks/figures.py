@@ -5,7 +5,8 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race;
+`families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race,
+`held_out_lines` how it stands on data held out;
 `rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are
 what README and the demo show; `examples/trainer` is what that script has printed (`make examples`). Where a benchmark
 has not been run yet, the page says so.
@@ -28,6 +29,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import _contest_report as contest
+import _held_out_report as held
 import _report
 from bench_all import COMMANDS, RESULTS, ROOT, Stored, Table
 
@@ -50,6 +52,7 @@ LEVEL = 1.1  # ratios up to this count as level
 PICTURES = {
     "generality": (contest.FamilyResult, contest.family_figure),
     "race": (contest.RaceResult, contest.race_figure),
+    "held_out": (held.HeldOutResult, held.held_out_figure),
 }
 middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
 
@@ -168,6 +171,18 @@ def race() -> str:
     return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{tables}\n{origin(stored_of('race'))}"
 
 
+def held_out() -> str:
+    """Ours beside the best tuned rival, in a few lines, and the picture.
+
+    Raises:
+        NotStored: ours have not been run.
+    """
+    lines = held.summary(held.read(runs_of("held_out")))
+    if not lines:
+        raise NotStored("held_out")
+    return f"{lines}\n![Held-out loss of all, times that of the best tuned rival](held_out.png)\n"
+
+
 def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
     """The rest of each row of a stored table, by its first columns."""
     return {tuple(row[:columns]): row[columns:] for row in stored_of(name).tables[table].rows}
@@ -276,6 +291,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "demo_losses": demo,
     "families": families,
     "headline": headline,
+    "held_out_lines": held_out,
     "peers": peers,
     "race": race,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},

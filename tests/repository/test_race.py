@@ -63,13 +63,14 @@ def test_every_rival_is_tested(race: ModuleType) -> None:
     assert tuple(entry.name for entry in race.ENTRIES.values() if entry.lrs) == NAMES
 
 
-def test_muon_is_that_of_torch(race: ModuleType) -> None:
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_muon_is_that_of_torch(race: ModuleType, decay: float) -> None:
     torch.manual_seed(0)
     rivals = importlib.import_module("_race_rivals")
     layers = [nn.Linear(12, 7, bias=False), nn.Linear(12, 7, bias=False)]
     layers[1].load_state_dict(layers[0].state_dict())
-    ours = rivals.Muon([layers[0].weight], 0.1)
-    theirs = torch.optim.Muon([layers[1].weight], 0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    ours = rivals.Muon([layers[0].weight], 0.1, decay=decay)
+    theirs = torch.optim.Muon([layers[1].weight], 0.1, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     start = layers[0].weight.detach().clone()
     for _ in range(3):
         gradient = torch.randn(7, 12)
