@@ -151,7 +151,7 @@ class KFAC(SecondOrderOptimizer):
         inject, sharing = self.arguments["inject"], self.arguments["sharing"]
         if self.arguments["loss"] is not None:
             raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
-        if not isinstance(inject, type(isotropic())):
+        if not inject.is_isotropic:
             raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
         if self.arguments["block_size"] is not None:
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")

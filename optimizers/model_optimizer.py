@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from curvature.recording import unwrap_compiled, warn_once
+from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_range
 from optimizers.monitor import Monitor
 
 LOG = logging.getLogger(__name__)
-IN_TURN = (
-    "%s and %s step the same parameters in turn (%s, ...), and each takes the other's moves for its own; use one, or "
-    "give each parameters of its own"
-)
-ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which are told of other optimizers' steps
 RANGES = (  # of options and arguments: the end is not in the range where it is infinite, or so marked
     ("lr", 0.0, math.inf, False),
     ("momentum", 0.0, 1.0, True),
@@ -31,7 +23,6 @@ RANGES = (  # of options and arguments: the end is not in the range where it is 
     ("factor_decay", 0.0, 1.0, True),
 )
 OPTIONAL = "damping", "momentum"  # may be None
-STEPPING: list[ref[torch.optim.Optimizer]] = []  # those whose step is being made, each within the one before
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -51,12 +42,6 @@ class ModelOptimizer(torch.optim.Optimizer):
         chosen = {id(p) for group in groups for p in group["params"]}
         others = [p for p in model.parameters() if id(p) not in chosen]
         super().__init__([{"params": others}, *groups] if others else groups, options)
-        self._has_stepped = False
-        self._around: list[ref[torch.optim.Optimizer]] = []  # others within whose step the last one was made
-        self._since: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()  # what others have moved
-        self._is_told = False  # whether others were found that move the same parameters
-        ALIVE.add(self)
-        _watch_steps()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model, as for any optimizer of torch.
@@ -109,21 +94,6 @@ class ModelOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
             self._unknown |= found
 
-    def warn_of_others(self) -> None:
-        """After a step: log if another optimizer has moved the same parameters since the one before."""
-        self._around = STEPPING[:]
-        own = _moved(self) if self._has_stepped and self._since and not self._is_told else set()
-        for other, moved in list(self._since.items()):
-            if both := own & moved:
-                kinds = sorted((type(self).__name__, type(other).__name__))
-                first = next(name for name, p in self.trained().items() if id(p) in both)
-                warn_once(IN_TURN, *kinds, first, logger="optimizers")
-                for one in (self, other):
-                    if isinstance(one, ModelOptimizer):
-                        one._is_told = True
-        self._has_stepped = True
-        self._since.clear()
-
     def name_of(self, p: Tensor) -> str:
         return self._names.get(id(p)) or self.names()[id(p)]
 
@@ -150,34 +120,6 @@ class ModelOptimizer(torch.optim.Optimizer):
     def summary(self) -> str:
         """One line on the last step and the run, to print while training."""
         return self.monitor.summary()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    """Hooks of torch, for all optimizers; code of a compiled step has none of them."""
-    compiles = torch.compiler.is_compiling
-    register_optimizer_step_pre_hook(lambda optimizer, *_: None if compiles() else _note(optimizer, True))
-    register_optimizer_step_post_hook(lambda optimizer, *_: None if compiles() else _note(optimizer, False))
-
-
-def _note(optimizer: torch.optim.Optimizer, begins: bool) -> None:
-    """A step begins, or is over: then tell all others of it, but for those whose own steps it consists of."""
-    alive = [one for one in STEPPING if one() is not None]
-    # its own, also one that has raised, is over, with all within it
-    STEPPING[:] = alive[: next((k for k, one in enumerate(alive) if one() is optimizer), len(alive))]
-    if begins:
-        STEPPING.append(ref(optimizer))
-    elif len(ALIVE) > 1 or not isinstance(optimizer, ModelOptimizer):  # which else is the one that is alive
-        others = [own for own in ALIVE if own is not optimizer and all(one() is not optimizer for one in own._around)]
-        moved = _moved(optimizer) if others else set()
-        for own in others:
-            own._since[optimizer] = moved
-
-
-def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The parameters that a step has moved; all, where their gradients are gone."""
-    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return {id(p) for p in every if p.grad is not None} or {id(p) for p in every}
 
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from curvature.arguments import check_whole
 from curvature.linalg import by_device
-from curvature.losses import Injection, empirical, isotropic
+from curvature.losses import Injection, empirical
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
 from optimizers.arguments import require_one_device
@@ -177,7 +177,6 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.recorder.scaling = Scaling(worked=scale)  # a tensor of its own, which the scaler does not change
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
-            self.warn_of_others()
         self.empty_steps = 0 if outcome.is_skipped or outcome.is_step else self.empty_steps + 1
         if self.empty_steps == MOST_EMPTY:
             warn_once(EMPTY, type(self).__name__, logger="optimizers")
@@ -417,7 +416,7 @@ def checked_model(
         raise TypeError(f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}")
     if not isinstance(inject, Injection):
         raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
-    if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
+    if loss is None and inject.needs_loss and inject != empirical():  # which takes what the loop itself sends back
         raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
     if rule is not None and not isinstance(rule, StepRule):
         raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")

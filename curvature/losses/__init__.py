@@ -9,7 +9,6 @@ from curvature.losses.injections import (
     SEED,
     Curved,
     Injection,
-    Random,
     VectorPair,
     empirical,
     exact,
@@ -43,7 +42,7 @@ from curvature.losses.table import (
 
 __all__ = [
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
-    "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
+    "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
     "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
 ]  # fmt: skip

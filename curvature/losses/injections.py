@@ -13,7 +13,7 @@ same numbers: to average over calls, keep a generator and pass it to each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +36,16 @@ class Injection:
 
     The matrix of sample n is ``M_n = sum_k left_k right_k^T``, where left and right differ only in some cases of
     `exact`. Subclasses implement ``_vector_source`` (the number of vectors, and a function that makes some of them);
-    if pairs differ from the vectors, also ``_pair_source``.
+    if pairs differ from the vectors, also ``_pair_source``. They say by class attributes what they are; the guide on
+    the choice of curvature has an example.
     """
 
     is_random: ClassVar[bool] = False
-    """Whether the vectors are drawn."""
+    """Whether the vectors are drawn, from ``batch.source(seed)``."""
+    needs_loss: ClassVar[bool] = False
+    """Whether there are no vectors without the loss."""
+    is_isotropic: ClassVar[bool] = False
+    """Whether E M_n is a multiple of the identity: curvature measures changes of the output then, not of the loss."""
     weighs_samples: ClassVar[bool] = True
     """Whether sample n counts with its mass m_n (`losses.table.sample_masses`) in a mean, or with 1/N."""
 
@@ -116,7 +121,7 @@ class Injection:
 
     def number(self, output: Tensor, count: int) -> int:
         """How many vectors `pairs` yields in all, at most."""
-        raise NotImplementedError
+        return self._vector_source(OutputBatch.of(output, None, None, count, None))[0]
 
     def product(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int,
@@ -157,7 +162,7 @@ class Injection:
         return apply
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__.lower()}({options})"
 
     def _with_loss(self, batch: OutputBatch) -> OutputBatch:
@@ -170,6 +175,7 @@ class Injection:
 class Exact(Injection):
     """See `exact`."""
 
+    needs_loss: ClassVar[bool] = True
     is_expected: ClassVar[bool] = True  # whether the Hessian of a negative log-likelihood is the mean over labels
 
     def number(self, output: Tensor, count: int) -> int:
@@ -250,6 +256,8 @@ class Random(Injection):
 class Sampled(Random):
     """See `sampled`."""
 
+    needs_loss: ClassVar[bool] = True
+
     def _draws(self, batch: OutputBatch) -> Draw:
         unit, scale = self._with_loss(batch).drawn_from()
         return lambda k, source: scale * unit.draw(k, source)
@@ -270,6 +278,8 @@ class Sampled(Random):
 class Propagated(Random):
     """See `propagated`."""
 
+    needs_loss: ClassVar[bool] = True
+
     def _draws(self, batch: OutputBatch) -> Draw:
         root = self._with_loss(batch).root()
         return lambda k, source: root(batch.signs(k, source))
@@ -278,6 +288,8 @@ class Propagated(Random):
 @dataclass(frozen=True, repr=False)
 class Isotropic(Random):
     """See `isotropic`."""
+
+    is_isotropic: ClassVar[bool] = True
 
     def number(self, output: Tensor, count: int) -> int:
         return min(self.k, output.numel() // count)
@@ -301,6 +313,7 @@ class Isotropic(Random):
 class Empirical(Injection):
     """See `empirical`."""
 
+    needs_loss: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = False
 
     def number(self, output: Tensor, count: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
-from curvature.losses import TORCH_LOSSES, Injection, Random, name_of, require_repeats, require_terms
+from curvature.losses import TORCH_LOSSES, Injection, name_of, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
@@ -51,7 +51,8 @@ class Repeated:
         self.kept: list[BatchProduct] | None = None  # of all batches, once there are; None: `times` keeps nothing
         self.kept_for: dict[str, Any] = {}
         self.size: float | None = None  # of the outputs of the last pass over a single batch
-        self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
+        # whether the matrix depends on the order of the data
+        self.ordered = self.inject is not None and self.inject.is_random
         self.is_single = number_of_batches(self.source.data) == 1
 
     def __getstate__(self) -> dict[str, Any]:

@@ -144,15 +144,16 @@ class Recorder:
             self._listen(tape, found.sources, count)
         elif len(outputs) > 1 and self.loss is not None:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
-            self._substitute(isotropic(), why)
-            vectors = [self._vectors(isotropic(), None, x.detach(), None) for x in outputs]
+            inject = self.inject if self.inject.is_isotropic else isotropic()
+            self._substitute(inject, why)
+            vectors = [self._vectors(inject, None, x.detach(), None) for x in outputs]
             self._send_back(tape, found, {1: (vectors, OutputScale.of(outputs))}, independent=True)
         else:
             self._send_loss_back(tape, found)
 
     def _send_loss_back(self, tape: Tape, found: ModelOutputs) -> None:
         """Send the vectors of the injection back, for each axis that classes may be on."""
-        is_isotropic = isinstance(self.inject, type(isotropic()))
+        is_isotropic = self.inject.is_isotropic
         first, source = found.tensors[0], found.sources[0]
         is_open = self._has_classes(self.loss) and not is_isotropic and first is source and first.ndim > 2
         axes = [1, -1] if is_open and not self.class_axis else [self.class_axis or 1]
@@ -180,8 +181,8 @@ class Recorder:
         return BatchFacts(count, processes.rank, processes.size, self.displacement(), independent)
 
     def _substitute(self, inject: Injection, why: str) -> None:
-        """Note that another injection takes the place of the one that was asked for, if it is another kind."""
-        if not isinstance(self.inject, type(inject)):
+        """Note that another injection takes the place of the one that was asked for, if it is another one."""
+        if self.inject != inject:
             self.substitute = why
             warn_once(why, logger="optimizers")
 
@@ -193,7 +194,7 @@ class Recorder:
         trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(found.count, independent)
         with torch.autocast(found.tensors[0].device.type, enabled=False):
             measured = {
-                axis: Measured(self.store.measure(tape, found.tensors, vectors, batch), sums)
+                axis: Measured(self.store.measure(tape, found.tensors, as_many(vectors), batch), sums)
                 for axis, (vectors, sums) in ways.items()
             }
 
@@ -303,6 +304,12 @@ def class_axis(gradient: Tensor) -> int | None:
     if last < CANCELLED * size <= here:
         return -1
     return int(here < CANCELLED * size)
+
+
+def as_many(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Vectors (k, *output.shape) for each output, k the same for all: where there are fewer, zeros beside them."""
+    k = max(map(len, vectors), default=0)
+    return [x if len(x) == k else torch.cat([x, x.new_zeros(k - len(x), *x.shape[1:])]) for x in vectors]
 
 
 def weakly(method: Any) -> Callable[..., Any]:

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, optimizer
 
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
-from optimizers.model_optimizer import STEPPING
 from support.habits import copied, moved
 from support.training import closure_of
 
@@ -144,109 +142,13 @@ def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
         assert all(opt.state.values())
 
 
-def in_turn(model: nn.Module, *optimizers: torch.optim.Optimizer, rounds: int = 3) -> None:
-    for _ in range(rounds):
-        for opt in optimizers:
-            train(model, opt, 1)
-
-
-@pytest.mark.parametrize("others", [["KFAC"], ["EKFAC"], ["NaturalGradient"], ["of a part"], ["SGD"]])
-def test_optimizers_that_step_the_same_parameters_in_turn(others: list[str], said: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_nothing_is_registered_for_other_optimizers(make: Any) -> None:
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    before = [len(each) for each in hooks]
     model = network()
-    kinds = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
-    make = {name: lambda name=name: kinds[name](model) for name in kinds} | {
-        "of a part": lambda: KFAC(model[0]), "SGD": lambda: torch.optim.SGD(model.parameters(), 1e-3),
-    }  # fmt: skip
-    first = KFAC(model)
-    in_turn(model, first)
-    in_turn(model, *(made := [make[name]() for name in others]))  # one after the other is no fault
-    assert not said.records
-    in_turn(model, first, *made)
-    (record,) = said.records
-    assert "step the same parameters in turn (" in record.message and "weight, ...)" in record.message
-
-
-def test_an_optimizer_within_another_is_no_mistake(said: pytest.LogCaptureFixture) -> None:
-    """As of wrappers that average parameters over steps."""
-
-    class Around(torch.optim.Optimizer):
-        def __init__(self, inner: KFAC) -> None:
-            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
-            self.inner, self.fails = inner, False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fails:
-                raise KeyError("in a step")
-            return self.inner.step(closure)
-
-    model = network()
-    opt = Around(KFAC(model))
-    in_turn(model, opt)
-    opt.fails = True
-    with pytest.raises(KeyError):
-        in_turn(model, opt)
-    opt.fails = False
-    in_turn(model, opt)
-    assert not said.records
-    in_turn(model, torch.optim.SGD(model.parameters(), 1e-3), opt.inner)
-    assert "KFAC and SGD step the same parameters in turn" in said.text
-
-
-def test_compiled_steps_of_other_optimizers_stay_as_they_are() -> None:
-    """Our hooks are no part of their code."""
-    torch._dynamo.reset()
-    model = network()
-    kept, other = KFAC(model), torch.optim.Adam(nn.Linear(3, 2).parameters())
-    while kept.recorder.may_be_due():  # before a renewal nothing is compiled
-        train(model, kept, 1)
-    for p in other.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    before, counter = len(STEPPING), CompileCounter()
-    step = torch.compile(other.step, backend=counter)
-    for _ in range(2):
-        step()
-    assert counter.frame_count and len(STEPPING) == before and not kept._since
-
-
-def test_optimizers_in_turn_with_closures(said: pytest.LogCaptureFixture):
-    """Gradients come in the step itself."""
-    model = network()
-    both = [KFAC(model, adaptive=True), NaturalGradient(model, adaptive=True)]
-    for opt in both * 2:
-        opt.zero_grad()
-        closure = closure_of(model, opt, F.mse_loss, X, Y)
-        opt.step(closure)
-    assert "step the same parameters in turn" in said.text
-
-
-def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(said: pytest.LogCaptureFixture):
-    model = network()
-    in_turn(model, KFAC(model[0]), EKFAC(model[2]))
-    for _ in range(3):  # made anew
-        opt = KFAC(model)
-        train(model, opt, 3)
-        del opt
-    rest = torch.optim.SGD(model[2].parameters(), 1e-3)
-    in_turn(model, KFAC(model[0]), rest)
-    twin = copy.deepcopy(model)
-    one, other = KFAC(model), KFAC(twin)
-    for _ in range(3):
-        train(model, one, 1)
-        train(twin, other, 1)
-    halves = KFAC(model), KFAC(model)  # in turn, but each with one layer alone
-    for _ in range(3):
-        for opt, frozen in zip(halves, (model[0], model[2]), strict=True):
-            frozen.requires_grad_(False)
-            train(model, opt, 1)
-            frozen.requires_grad_(True)
-    halves = KFAC(model), torch.optim.SGD(model.parameters(), 1e-3)
-    for _ in range(3):
-        for opt, left in zip(halves, (model[0], model[2]), strict=True):
-            opt.zero_grad()
-            F.mse_loss(model(X), Y).backward()
-            left.zero_grad()  # what has no gradient does not move
-            opt.step()
-    assert not said.records
+    train(model, make(model), 2)
+    assert [len(each) for each in hooks] == before
 
 
 # -- closures that are called again for other parameters, but do not compute with them

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 import curvature
 import optimizers
-from optimizers import EKFAC, KFAC, model_optimizer
+from optimizers import EKFAC, KFAC
 from optimizers.steps.rule import layout_of_step
 from support.cases.case import Raw, seeded
 from support.launches import Launches
@@ -123,11 +122,10 @@ def test_an_ordinary_step_takes_few_launches(optimizer: type[KFAC], name: str, d
     assert found <= LAUNCHES + PER_FAMILY[optimizer] * run.families
 
 
-def test_an_ordinary_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_step_takes_few_calls() -> None:
     """Of Python functions of ours: few are called for each layer."""
     found = {}
     for depth in (2, 5):
-        monkeypatch.setattr(model_optimizer, "ALIVE", WeakSet())  # optimizers of other tests would be told of each step
         run, calls = Run(KFAC, perceptron, depth, "cpu"), 0
 
         def count(frame: Any, event: str, _: Any) -> None:
