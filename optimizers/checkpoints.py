@@ -158,9 +158,8 @@ def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
 
 
 def _in_precision(value: Any, dtype: torch.dtype) -> Any:
-    """All but a whole matrix, which is in double precision anyhow."""
     if isinstance(value, Mapping):
-        found = {key: x if key == "matrix" else _in_precision(x, dtype) for key, x in value.items()}
+        found = {key: _in_precision(x, dtype) for key, x in value.items()}
         return found | ({"dtype": dtype} if "dtype" in value else {})
     if isinstance(value, tuple | list):
         return type(value)(_in_precision(x, dtype) for x in value)

@@ -65,8 +65,8 @@ class NaturalGradient(SecondOrderOptimizer):
         weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
             1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
         solver: "woodbury" solves in sample space where that is smaller: the Gram matrix of the rows from activations
-            and backprops; "cg" by conjugate gradients, preconditioned by KFAC, from the last solution on; "dense" keeps
-            the running average of the whole matrix, "diagonal" that of its diagonal. Residuals take "woodbury".
+            and backprops; "cg" by conjugate gradients, preconditioned by KFAC, from the last solution on. Residuals
+            take "woodbury".
         layerwise: solve layer by layer, by the same solver, with the exact block of G for each weight and its bias
             (arXiv:2510.09378). Steps of layers do not know of each other then, as in `KFAC`; dampings of groups may
             differ, and None means 0.05 of the mean eigenvalue of each block.
@@ -79,7 +79,7 @@ class NaturalGradient(SecondOrderOptimizer):
             reduction ratio (Levenberg-Marquardt), and a step that raises the loss is retried with more damping.
         line_search: needs a closure. Halve steps until the loss of the batch stops falling; with residuals, all steps
             but those of `adaptive` do so.
-        factor_decay: decay of the running averages of "dense" and "diagonal".
+        factor_decay: decay of the Kronecker factors that precondition "cg".
         seed: of the random vectors; the global random state is not touched.
         distributed: which processes of torch.distributed train the model together, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each

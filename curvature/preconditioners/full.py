@@ -10,24 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.linalg import cat, cholesky, full_precision, to_host, try_decompose, widen
+from curvature.linalg import full_precision, to_host, widen
 from curvature.operators import Named
 from curvature.preconditioners.block import Block, Due
 from curvature.preconditioners.least_squares import Damping, LeastSquares, at
 from curvature.preconditioners.statistics import CurvatureStatistics
 
-MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
-
 
 class FullBlock(Block):
-    """Base: is updated with the rows of a batch. Sub-classes decide what to keep of them, and solve."""
+    """Base: keeps the rows of the last batch in the form that its sub-class solves with."""
 
     layout_fields = ("shapes", "trace", "rank", "is_sum")
     broadcast_fields = ()  # every process solves for itself
@@ -56,15 +53,15 @@ class FullBlock(Block):
                 continue
             block.count = (1 if block.is_sum else rows.samples) / rows.times**2
             block.trace, block.rank = widen(trace) / block.count, min(jacobian.shape)
-            block.absorb(new, number / block.count, decay)  # a running average has a trace of its own
+            block.absorb(new)
             block.updates += 1
 
     def summarize(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
         """What to keep of a batch, and the trace of ``J^T J``."""
         raise NotImplementedError
 
-    def absorb(self, new: Any, trace: float, decay: float) -> None:
-        """Keep the result of `summarize`, which is finite, given the trace of the batch's curvature."""
+    def absorb(self, new: Any) -> None:
+        """Keep the result of `summarize`, which is finite."""
         raise NotImplementedError
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
@@ -124,105 +121,6 @@ class FullBlock(Block):
         self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
 
 
-class DenseFullBlock(FullBlock):
-    """The whole matrix (P, P), as a running average, in double precision: small dampings have to stand out in it."""
-
-    structure = "dense"
-    state_fields = ("matrix",)
-    matrix: Tensor | None = None
-    root: Tensor | None = None
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
-        super().__init__(shapes, is_sum)
-        if self.dimension > MAX_DENSE_PARAMETERS:
-            raise ValueError(
-                f'solver: "dense" keeps a matrix of {self.dimension} x {self.dimension} entries for this model; take '
-                f'"woodbury" or "cg" above {MAX_DENSE_PARAMETERS} parameters'
-            )
-
-    def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-        rows = widen(jacobian.to_dense())
-        return rows.mT @ rows, rows.square().sum()
-
-    def absorb(self, new: Tensor, trace: float, decay: float) -> None:
-        new, weight = new / self.count, self.weight([trace], decay)
-        self.matrix = new if self.matrix is None else self.matrix.lerp(new, weight)
-        self.trace = self.matrix.trace()
-
-    def decompose(self, damping: Damping) -> None:
-        assert self.matrix is not None
-        number = float(damping)
-        is_diagonal = self.matrix.ndim == 1
-        what = "NaturalGradient: the curvature"
-        self.root = (self.matrix + number).sqrt().diag() if is_diagonal else cholesky(self.matrix, number, what)
-        self.damping = number
-
-    @contextmanager
-    def without_correlations(self) -> Iterator[None]:
-        assert self.matrix is not None
-        whole, self.matrix = self.matrix, self.matrix.diagonal().clone()
-        yield
-        self.matrix = whole
-
-    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
-        assert self.root is not None
-        flat = torch.cat([g.flatten().to(self.root) for g in gradient.values()])
-        parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
-        both = zip(gradient.items(), parts, strict=True)
-        return {name: part.reshape(g.shape).to(g.device) for (name, g), part in both}
-
-    @property
-    def is_ready(self) -> bool:
-        return super().is_ready and self.root is not None
-
-    @property
-    def expected_bytes(self) -> int:
-        return 8 * self.dimension**2
-
-    def condition(self) -> float:
-        if self.matrix is None or self.damping is None:
-            return math.nan
-        values, ok = try_decompose(partial(torch.linalg.eigvalsh, self.matrix))
-        if not bool(ok):
-            return math.nan
-        values = values.clamp(min=0) + self.damping
-        return float(values[-1] / values[0])
-
-
-class DiagonalFullBlock(FullBlock):
-    """The diagonal, as a running average."""
-
-    structure = "whole diagonal"
-    state_fields = ("values",)
-    values: Tensor | None = None
-
-    def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-        found = jacobian.squares()
-        values = cat(found[name].flatten() for name in self.names)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return values, values.sum()
-
-    def absorb(self, new: Tensor, trace: float, decay: float) -> None:
-        new, weight = new / self.count, self.weight([trace], decay)
-        self.values = new if self.values is None else self.values.lerp(new, weight)
-        self.trace = widen(self.values).sum()
-
-    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
-        assert self.values is not None
-        parts = self.values.split([g.numel() for g in gradient.values()])
-        both = zip(gradient.items(), parts, strict=True)
-        return {k: g / (v.reshape(g.shape).to(g.device) + at(damping, g)) for (k, g), v in both}
-
-    @property
-    def expected_bytes(self) -> int:
-        return 8 * self.dimension
-
-    def condition(self) -> float:
-        if self.values is None or self.damping is None:
-            return math.nan
-        return float((self.values.amax() + self.damping) / (self.values.amin() + self.damping))
-
-
 class WoodburyBlock(FullBlock):
     """The last batch alone, solved in parameter or sample space, whichever is smaller (Woodbury's identity)."""
 
@@ -237,7 +135,7 @@ class WoodburyBlock(FullBlock):
         found = LeastSquares(jacobian)
         return found, found.trace
 
-    def absorb(self, new: LeastSquares, trace: float, decay: float) -> None:
+    def absorb(self, new: LeastSquares) -> None:
         self.fresh = new
 
     @staticmethod

@@ -13,7 +13,7 @@ from curvature.linalg import full_precision
 from curvature.operators import truncated_conjugate_gradient
 from curvature.preconditioners.block import Block, invert
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
-from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock, Named, WoodburyBlock
+from curvature.preconditioners.full import FullBlock, Named, WoodburyBlock
 from curvature.preconditioners.least_squares import Damping
 from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics
 from curvature.recording import Tape
@@ -26,7 +26,7 @@ class FullCurvature(CurvatureStore):
 
     Args:
         model: whose parameters they are.
-        solver: "woodbury", "dense", "diagonal" or "cg".
+        solver: "woodbury" or "cg".
         is_sum: whether G is a sum over samples, not a mean.
         layerwise: whether each layer has its own block, weight and bias together.
     """
@@ -165,7 +165,7 @@ class ConjugateGradientBlock(FullBlock):
     def summarize(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()
 
-    def absorb(self, new: Jacobian, trace: float, decay: float) -> None:
+    def absorb(self, new: Jacobian) -> None:
         self.jacobian = new.merged()
 
     def decompose(self, damping: Damping) -> None:
@@ -216,6 +216,4 @@ class ConjugateGradientBlock(FullBlock):
         self.factors.load_state_dict(state, dict.fromkeys(state, device))
 
 
-SOLVERS: dict[str, type[FullBlock]] = {
-    "woodbury": WoodburyBlock, "dense": DenseFullBlock, "diagonal": DiagonalFullBlock, "cg": ConjugateGradientBlock,
-}  # fmt: skip
+SOLVERS: dict[str, type[FullBlock]] = {"woodbury": WoodburyBlock, "cg": ConjugateGradientBlock}

@@ -115,14 +115,6 @@ def test_arguments_that_do_not_go_together(options: dict[str, Any]):
     assert_untouched(model)
 
 
-def test_a_matrix_that_is_too_large():
-    model = nn.Linear(400, 100)
-    opt = NaturalGradient(model, solver="dense")
-    with pytest.raises(ValueError, match=r'solver: "dense" keeps a matrix of 40100 x 40100'):
-        model(torch.ones(2, 400))
-    assert not opt.store.blocks and torch._C._len_torch_function_stack() == 0
-
-
 @pytest.mark.parametrize("maker", MAKERS)
 def test_parameter_groups(maker: str):
     """Bad options are refused when a group is added; those that a scheduler sets, before anything is changed."""

@@ -21,21 +21,16 @@ pytestmark = pytest.mark.fast
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "KFAC": KFAC,
     "EKFAC": EKFAC,
-    **{
-        f"NaturalGradient-{solver}": functools.partial(NaturalGradient, solver=solver)
-        for solver in ("woodbury", "dense", "cg", "diagonal")
-    },
+    **{f"NaturalGradient-{s}": functools.partial(NaturalGradient, solver=s) for s in ("woodbury", "cg")},
     "NaturalGradient-layerwise": functools.partial(NaturalGradient, layerwise=True),
 }
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str, device: str) -> None:
-    """There is one layer, and each sample reads it once: the curvature is exact, and diagonal for inputs that are."""
+    """There is one layer, and each sample reads it once: the curvature is exact."""
     with seeded(0):
         model, x, y = nn.Linear(3, 2, bias=False).double(), torch.randn(8, 3).double(), torch.randn(8, 2).double()
-    if optimizer.endswith("diagonal"):
-        x = torch.linalg.qr(x)[0] * torch.tensor([1.0, 2.0, 3.0])
     minimum = torch.linalg.lstsq(x, y).solution.T.flatten().to(device)
     model, x, y = model.to(device), x.to(device), y.to(device)
     before = flat(model)
@@ -58,7 +53,7 @@ def test_curvature_of_raw_parameters_may_span_eight_decades(optimizer: Callable[
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if not name.endswith("dense")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_loss_falls(optimizer: str, device: str) -> None:
     model, loss, x, y = task("mlp", device)
     values = train(model, OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss()), loss, x, y, 15)

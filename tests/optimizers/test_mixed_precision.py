@@ -19,7 +19,7 @@ from support.training import assert_same, copied, curvature_of, task, train
 Made = Callable[..., KFAC]
 KINDS: dict[str, Made] = {
     "kfac": KFAC, "ekfac": EKFAC,
-    **{s: lambda m, s=s, **o: NaturalGradient(m, solver=s, **o) for s in ("woodbury", "cg", "dense", "diagonal")},
+    **{s: lambda m, s=s, **o: NaturalGradient(m, solver=s, **o) for s in ("woodbury", "cg")},
 }  # fmt: skip
 INJECT = {"isotropic": curvature.isotropic(), "empirical": curvature.empirical()}
 

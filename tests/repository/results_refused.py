@@ -126,13 +126,6 @@ def unseen(kind: Any) -> None:
     opt.step()
 
 
-def too_large() -> None:
-    model = nn.Linear(400, 100)
-    opt = NaturalGradient(model, solver="dense")
-    model(torch.ones(2, 400))
-    opt.step()
-
-
 def differentiated(output: Tensor, target: Tensor, x: Tensor) -> Tensor:
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     return slope.square().mean()
@@ -185,7 +178,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "residuals and another solver": lambda: stepped(NaturalGradient, FIRST, solver="cg"),
     "residuals reduced": lambda: stepped(KFAC, FIRST, sharing="reduce"),
     "adaptive and search": lambda: NaturalGradient(network(), adaptive=True, line_search=True),
-    "dense and large": too_large,
     "complex": lambda: KFAC(nn.Linear(2, 2, dtype=torch.complex64)),
     "scripted": lambda: KFAC(torch.jit.trace(network(), torch.ones(2, 4))),
     "group of others": lambda: KFAC(network()).add_param_group({"params": nn.Linear(2, 2).parameters()}),

@@ -125,6 +125,13 @@ def curvature_of(opt: Any) -> dict[str, Tensor]:
     return {f"{name} {k}": v for name, block in blocks for k, v in block.items() if isinstance(v, Tensor)}
 
 
+def natural_matrix(opt: Any) -> Tensor:
+    """The curvature of the last batch of a `NaturalGradient`, from its rows (M, P)."""
+    (block,) = opt.store.blocks
+    rows = block.problem.jacobian.to_dense()
+    return rows.mT @ rows / block.divisor
+
+
 def closure_of(model: nn.Module, opt: torch.optim.Optimizer, loss: Loss, x: Any, y: Tensor) -> Callable[[], Tensor]:
     return functools.partial(backward, model, opt, loss, x, y)
 

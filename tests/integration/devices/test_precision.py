@@ -155,15 +155,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "KFAC adaptive": functools.partial(KFAC, adaptive=True),
     "EKFAC": EKFAC,
     "line search": functools.partial(NaturalGradient, line_search=True),
-    **{s: functools.partial(NaturalGradient, solver=s) for s in ("woodbury", "dense", "cg", "diagonal")},
+    **{s: functools.partial(NaturalGradient, solver=s) for s in ("woodbury", "cg")},
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, single: str) -> None:
     model, loss, x, y = task("mlp", single, n=16)
-    if name == "dense":
-        model, x = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 10)).to(single), x[:, 0, 0]
     opt = OPTIMIZERS[name](model)
     losses = train_by_closure(model, opt, loss, x, y, 6)
     assert losses[-1] < losses[0] and opt.stats()["failures"] == 0

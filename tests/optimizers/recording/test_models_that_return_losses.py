@@ -18,7 +18,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.recording import model_outputs
 from optimizers.recording.model_outputs import OutputScale
 from support.cases.case import Raw, seeded
-from support.training import copied
+from support.training import copied, natural_matrix
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
 entropy = F.cross_entropy
@@ -109,12 +109,11 @@ def test_the_target_counts_where_the_model_knows_it():
     x, y = batch(0)
     counted = y != 2
     model, loss = with_loss(network(), module, "scalar")
-    opt, other = NaturalGradient(model, loss=module, solver="dense"), network()
-    same = NaturalGradient(other, loss=module, solver="dense")
+    opt, other = NaturalGradient(model, loss=module), network()
+    same = NaturalGradient(other, loss=module)
     loss(x, y).backward(), opt.step()
     module(other(x[counted]), y[counted]).backward(), same.step()
-    (one,), (two,) = opt.store.blocks, same.store.blocks
-    torch.testing.assert_close(one.matrix * len(x), two.matrix * int(counted.sum()))
+    torch.testing.assert_close(natural_matrix(opt) * len(x), natural_matrix(same) * int(counted.sum()))
     assert 0 < counted.sum() < len(x)
 
 
@@ -233,7 +232,7 @@ def test_rows_of_a_hand_written_loss(form: str):
     x, y = batch(0)
     inner = network()
     model = Raw(lambda m, x, y: written(m, m.inner(x), y), inner=inner)
-    opt = NaturalGradient(model, solver="dense")
+    opt = NaturalGradient(model)
     model(x, y).backward()
     opt.step()
     before = network()  # its parameters before the step
@@ -242,17 +241,17 @@ def test_rows_of_a_hand_written_loss(form: str):
         found = torch.autograd.grad(loss, list(before.parameters()), retain_graph=True)
         rows.append(torch.cat([g.flatten() for g in found]))
     expected = torch.stack(rows)
-    torch.testing.assert_close(opt.store.blocks[0].matrix, expected.mT @ expected / len(x))
+    torch.testing.assert_close(natural_matrix(opt), expected.mT @ expected / len(x))
 
 
 def test_a_loss_that_is_no_mean_is_one_row():
     """Of the gradient itself: a norm does not say what belongs to which sample."""
     model = Raw(lambda m, x: torch.linalg.norm(m.inner(x)), inner=network())
-    opt = NaturalGradient(model, solver="dense")
+    opt = NaturalGradient(model)
     model(batch(0)[0]).backward()
     g = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     opt.step()
-    torch.testing.assert_close(opt.store.blocks[0].matrix, 12 * torch.outer(g, g))
+    torch.testing.assert_close(natural_matrix(opt), 12 * torch.outer(g, g))
 
 
 def test_an_error_in_the_forward_pass_is_no_output():
@@ -355,7 +354,7 @@ def test_rows_of_outputs_and_of_a_loss_count_together(is_first: bool, scale: flo
     squares = lambda output, z: (output - z).square().mean()
     net = network()
     model = Raw(lambda m, x, z=None: m.net(x) if z is None else squares(m.net(x), z), net=net)
-    opt, before, rows = NaturalGradient(model, solver="dense", inject=curvature.empirical()), network(), []
+    opt, before, rows = NaturalGradient(model, inject=curvature.empirical()), network(), []
     opt.grad_scale = torch.tensor(scale)
     for own, target in ((entropy, y), (squares, z)):
         for n in range(len(x)):
@@ -366,7 +365,7 @@ def test_rows_of_outputs_and_of_a_loss_count_together(is_first: bool, scale: flo
         (loss() * scale).backward()
     opt.step()
     expected = torch.stack(rows)
-    torch.testing.assert_close(opt.store.blocks[0].matrix, expected.mT @ expected / len(rows))
+    torch.testing.assert_close(natural_matrix(opt), expected.mT @ expected / len(rows))
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])

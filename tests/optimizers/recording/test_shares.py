@@ -23,6 +23,7 @@ from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.combinations import in_pairs
+from support.training import natural_matrix
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +31,7 @@ N, T, C = 6, 5, 3
 OPTIMIZERS = {
     "KFAC": KFAC,
     "EKFAC": EKFAC,
-    "NaturalGradient": lambda model, **options: NaturalGradient(model, solver="dense", **options),
+    "NaturalGradient": NaturalGradient,
 }
 W = torch.tensor([0.2, 1.0, 3.0]).double()
 EACH = torch.tensor([0.1, 2.0, 1.0, 0.5, 0.0, 3.0]).double()
@@ -142,6 +143,8 @@ def measured(opt: Any) -> dict[str, Tensor]:
     """The running curvature, and what the outputs were in its metric."""
     leaves = pytree.tree_flatten_with_path(opt.store.state_dict())[0]
     outputs = {"outputs": torch.tensor(opt.recorder.outputs.rms)}
+    if isinstance(opt, NaturalGradient):
+        return {"matrix": natural_matrix(opt)} | outputs
     return {pytree.keystr(k): x for k, x in leaves if isinstance(x, Tensor)} | outputs
 
 
