@@ -113,7 +113,6 @@ class KFAC(SecondOrderOptimizer):
     """
 
     structure: ClassVar[str] = "kronecker"
-    why_replicated: ClassVar[str] = ""
 
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float | None = None,
@@ -137,7 +136,7 @@ class KFAC(SecondOrderOptimizer):
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
-        own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
+        own, config = checked_model(model, options | arguments)
         rule = TrustRegionStep(Momentum())
         super().__init__(
             own, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
@@ -176,4 +175,3 @@ class EKFAC(KFAC):
     """
 
     structure = "eigen"
-    why_replicated = "measures in the eigenbasis of every layer on every process"

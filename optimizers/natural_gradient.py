@@ -116,8 +116,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        why = "solves for all parameters on every process"
-        own, config = checked_model(type(self).__name__, model, options | arguments, why)
+        own, config = checked_model(model, options | arguments)
         trust = TrustRegionStep(Spring())
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"

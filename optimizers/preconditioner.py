@@ -115,7 +115,7 @@ class Preconditioner:
         costs = {b.names[0]: b.costs for b in blocks}
         sides = {
             b.names[0]: self.schedule.inverts(step, *pair)
-            if workers.is_ready(b) and not b.is_outdated
+            if b.is_ready and not b.is_outdated
             else [True] * len(pair[1])
             for b, pair in zip(blocks, costs.items(), strict=True)
         }
@@ -151,12 +151,11 @@ class Preconditioner:
     @full_precision()
     def solve(self, gradients: Named, trained: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 g``, local shards; without curvature ``g`` over the mean eigenvalue of all blocks."""
-        workers, is_spread = self.team.workers, any_sharded(trained.values())
+        is_spread = any_sharded(trained.values())
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
         right = self.store.right_hand_sides(whole, trained)
-        ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
-        found = solved_by_name([b for b in ready if workers.keeps(b)], right)
-        workers.gathered(ready, found, right)
+        ready = [b for b in self.blocks if b.is_ready and all(name in right for name in b.names)]
+        found = solved_by_name(ready, right)
         left = [name for name in gradients if name not in found]
         if left:
             mean = mean_eigenvalue(ready)
@@ -164,9 +163,8 @@ class Preconditioner:
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
     def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
-        """`solve` for all layers of a vector at once, where every process has whole tensors and all inverses."""
-        workers = self.team.workers
-        if not self.is_plain or workers.width < workers.processes.size or any_sharded(trained.values()):
+        """`solve` for all layers of a vector at once, where processes have whole tensors."""
+        if not self.is_plain or any_sharded(trained.values()):
             return LayerVector.of(vector.layout, self.solve(vector, trained))
         if self.solver is None or self.solver.layout is not vector.layout:
             self.store.drop_replaced(vector)

@@ -309,7 +309,6 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
-        self.team.workers.made.clear()  # those of other processes are no longer valid
         self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
         rules = {name: parts[name] for name in ("rule", "residual_rule")}
@@ -318,8 +317,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.monitor.load_state_dict(parts["monitor"])
         self.preconditioner.schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
-        is_ready = self.team.workers.is_ready
-        self.preconditioner.lacks_inverses = not all(is_ready(b) for b in self.store.blocks if b.updates)
+        self.preconditioner.lacks_inverses = not all(b.is_ready for b in self.store.blocks if b.updates)
         self.rule.load_state_dict(parts["rule"], trained)
         residual = parts["residual_rule"]
         self.residual_rule = None if residual is None else self.residual_step()
@@ -395,10 +393,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         return rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
 
 
-def checked_model(
-    owner: str, model: Any, arguments: Mapping[str, Any], why_replicated: str
-) -> tuple[nn.Module, Distributed]:
-    """Check all arguments; the user's own module, and the processes that train it (all alike: `why_replicated`)."""
+def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, Distributed]:
+    """Check all arguments; the user's own module, and the processes that train it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
     if isinstance(model, torch.jit.ScriptModule):
@@ -422,10 +418,7 @@ def checked_model(
         raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")
     if rule is not None and arguments["adaptive"]:
         raise ValueError("step_rule: adaptive=True is a step rule, too; choose one of the two")
-    model, config = unwrap_data_parallel(model, arguments["distributed"])
-    if why_replicated and config.gradient_worker_fraction < 1:
-        raise ValueError(f"gradient_worker_fraction: expected 1, {owner} {why_replicated}")
-    return model, config
+    return unwrap_data_parallel(model, arguments["distributed"])
 
 
 def rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from curvature.linalg import stack, widen, widest
 from curvature.losses import Injection
 from curvature.recording import unwrap_compiled
-from optimizers.arguments import check_range
 
 BUCKET_ENTRIES = 1 << 23  # largest flat buffer of one collective
 GRADIENT_TOLERANCE = 1e-3  # relative difference of squared gradient norms that should be equal on all processes
@@ -28,21 +27,14 @@ class Distributed:
     Args:
         group: the processes; None: all of them, once torch.distributed is initialised. With a group of this process
             alone, it trains alone.
-        gradient_worker_fraction: fraction of the processes that keep the inverse of a layer, as in KAISA
-            (arXiv:2107.01739). 1: all of them, and an ordinary step sends one small vector. 1/size: only the process
-            that computed it, which then also sends the preconditioned gradients to all others at every step. In
-            between: groups of ``fraction * size`` processes, which must divide the number of processes. Below 1 a
-            ``state_dict`` holds only the inverses of its own process; all are recomputed after it is loaded.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or out of range, by name.
+        TypeError: `group` is no process group.
     """
 
     group: Any = None
-    gradient_worker_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        check_range("gradient_worker_fraction", self.gradient_worker_fraction, 0.0, 1.0)
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             raise TypeError(f"group: expected a process group of torch.distributed, found {self.group!r:.80}")
 
@@ -58,7 +50,7 @@ def unwrap_data_parallel(model: Any, distributed: Distributed | None) -> tuple[A
     model = unwrap_compiled(model)
     if isinstance(model, DistributedDataParallel):
         if config.group is None:
-            config = Distributed(model.process_group, config.gradient_worker_fraction)
+            config = Distributed(model.process_group)
         model = unwrap_compiled(model.module)
     return model, config
 
@@ -77,23 +69,20 @@ class Processes:
 
     @functools.cached_property
     def group(self) -> Any:
-        """A group of our own, so that the order relative to the user's collectives does not matter; made lazily."""
-        return self.subgroup(range(self.size))
+        """A group of our own, so that the order relative to the user's collectives does not matter; made lazily.
 
-    def subgroup(self, ranks: Iterable[int]) -> Any:
-        """A new process group of these ranks, with the timeout of the user's; only they take part in making it."""
-        chosen = [self.ranks[rank] for rank in ranks]
+        It has the timeout of the user's, and only these processes take part in making it.
+        """
         try:
             timeout = self.given._get_backend(self.device).options._timeout
         except (AttributeError, RuntimeError):
             timeout = None  # the default
-        return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
+        return dist.new_group(self.ranks, use_local_synchronization=True, timeout=timeout)
 
-    def all_gather_objects(self, own: Any, group: Any = None) -> list[Any]:
+    def all_gather_objects(self, own: Any) -> list[Any]:
         """The objects of all processes, several, by rank."""
-        group = self.group if group is None else group
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, own, group=group)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self.group)
         return found
 
     def all_reduce_mean(self, x: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""The processes that train a model together: who decomposes which block (KAISA), and the sums of their statistics.
+"""The processes that train a model together: who decomposes which block, and the sums of their statistics.
 
-Statistics are all-reduced at renewals, and inverses broadcast to the processes that keep them.
+Statistics are all-reduced at renewals, and inverses broadcast (arXiv:2107.01739, each process keeping all of them).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ class Team:
 
     def _set_up(self) -> None:
         self.processes = Processes(self.config, self.device)
-        self.workers = Workers(self.processes, self.config.gradient_worker_fraction)
+        self.workers = Workers(self.processes)
         self.layout: Layout = {}  # of the sums that all processes know
 
     def current(self) -> Team:
@@ -95,37 +94,18 @@ class TensorForm:
 
 
 class Workers:
-    """Which process decomposes which block, who keeps the result, and how the others get at what they need."""
+    """Which process decomposes which block; all others get the result from it."""
 
-    def __init__(self, processes: Processes, fraction: float) -> None:
+    def __init__(self, processes: Processes) -> None:
         self.processes = processes
-        size = processes.size
-        self.width = max(1, round(fraction * size))  # processes that keep a result
-        if size % self.width:
-            raise ValueError(
-                f"gradient_worker_fraction: {fraction} of {size} processes are {self.width}, which do not divide {size}"
-            )
         self.owners: dict[str, int] = {}
-        self.made: set[str] = set()  # blocks that were decomposed
-        self.loads = [0.0] * size
-
-    @functools.cached_property
-    def keepers(self) -> Any:
-        """The processes that keep the same inverses as this one."""
-        size, start = self.processes.size, self.processes.rank // self.width * self.width
-        return self.processes.group if self.width == size else self.processes.subgroup(range(start, start + self.width))
-
-    @functools.cached_property
-    def across(self) -> Any:
-        """One process of each group of `keepers`."""
-        return self.processes.subgroup(range(self.processes.rank % self.width, self.processes.size, self.width))
+        self.loads = [0.0] * processes.size
 
     def assign(self, blocks: Sequence[Block]) -> None:
-        """Assign each new block to the least loaded process of the least loaded group; cheap blocks go to all."""
-        group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
+        """Assign each new block to the least loaded process; cheap blocks go to all."""
         for block in blocks:
             if block.broadcast_fields and block.names[0] not in self.owners:
-                owner = min(range(len(self.loads)), key=lambda rank: (group(rank), self.loads[rank]))
+                owner = min(range(len(self.loads)), key=self.loads.__getitem__)
                 self.owners[block.names[0]] = owner
                 self.loads[owner] += block.cost
 
@@ -133,59 +113,29 @@ class Workers:
         """Whether this process decomposes a block."""
         return self.owners.get(block.names[0], self.processes.rank) == self.processes.rank
 
-    def keeps(self, block: Block) -> bool:
-        """Whether this process keeps the inverse of a block."""
-        return self.owners.get(block.names[0], self.processes.rank) // self.width == self.processes.rank // self.width
-
-    def is_ready(self, block: Block) -> bool:
-        """Whether the processes that keep a block can solve with it; the answer is the same on all processes."""
-        is_here = self.width == self.processes.size or not block.broadcast_fields
-        return block.is_ready if is_here else block.names[0] in self.made
-
     def exchange(self, blocks: Sequence[Block]) -> None:
-        """Broadcast new inverses to the other processes that keep them."""
+        """Broadcast new inverses to all other processes."""
         shared = [b for b in blocks if b.broadcast_fields]
-        self.made |= {b.names[0] for b in shared}
-        if self.width == 1 or not shared:
+        if self.processes.size == 1 or not shared:
             return
-        own = self.processes.rank
-        start = own - own % self.width
-        mine = [b for b in shared if self.owners[b.names[0]] == own]
-        results = {b.names[0]: b.results() for b in mine}
+        rank = self.processes.rank
+        results = {b.names[0]: b.results() for b in shared if self.owners[b.names[0]] == rank}
         slots = pytree.tree_map_only(Tensor, TensorForm.of, results)
         named = {b.names[0]: b for b in shared}
-        for source, theirs in enumerate(self.processes.all_gather_objects(slots, self.keepers), start):
+        for source, theirs in enumerate(self.processes.all_gather_objects(slots)):
             leaves, form = pytree.tree_flatten(theirs)
-            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
-            tensors = iter(
-                self._broadcast([x for x in leaves if isinstance(x, TensorForm)], sent, source, self.keepers)
-            )
+            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == rank else None
+            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, TensorForm)], sent, source))
             filled = [next(tensors) if isinstance(x, TensorForm) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
                 named[name].load_results(result)  # even its own: other strides could change last bits
 
-    def _broadcast(
-        self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
-    ) -> list[Tensor]:
+    def _broadcast(self, slots: Sequence[TensorForm], sent: Sequence[Tensor] | None, source: int) -> list[Tensor]:
         """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
-        if own is None:
-            sent = [torch.empty(math.prod(x.shape), dtype=x.dtype, device=self.processes.device) for x in slots]
+        processes = self.processes
+        if sent is None:
+            flat = [torch.empty(math.prod(x.shape), dtype=x.dtype, device=processes.device) for x in slots]
         else:
-            sent = [slot.flat(x) for slot, x in zip(slots, own, strict=True)]
-        found = in_flat_buffers(sent, lambda flat: dist.broadcast(flat, self.processes.ranks[source], group=group))
-        return [slot.filled(x) for slot, x in zip(slots, found, strict=True)]
-
-    def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
-        """Add to `found` the solutions of the blocks that other processes keep."""
-        if self.width == self.processes.size:
-            return
-        column = self.processes.rank % self.width
-        for first in range(0, self.processes.size, self.width):
-            group = first // self.width
-            theirs = [b for b in blocks if b.broadcast_fields and self.owners[b.names[0]] // self.width == group]
-            names = [name for b in theirs for name in b.names]
-            slots = [TensorForm.of(right[n].contiguous()) for n in names]
-            is_here = group == self.processes.rank // self.width
-            own = [found[n] for n in names] if is_here else None
-            if names:
-                found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))
+            flat = [slot.flat(x) for slot, x in zip(slots, sent, strict=True)]
+        received = in_flat_buffers(flat, lambda x: dist.broadcast(x, processes.ranks[source], group=processes.group))
+        return [slot.filled(x) for slot, x in zip(slots, received, strict=True)]

@@ -188,8 +188,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "state of another model": lambda: KFAC(nn.Linear(4, 3)).load_state_dict(stepped(KFAC).state_dict()),
     "state is no dict": lambda: KFAC(network()).load_state_dict([]),
     "state is empty": lambda: KFAC(network()).load_state_dict({}),
-    "fraction": lambda: Distributed(gradient_worker_fraction=2.0),
-    "fraction of EKFAC": lambda: EKFAC(network(), distributed=Distributed(gradient_worker_fraction=0.5)),
     "process group": lambda: Distributed(group="all"),
     "empirical of two outputs": empirical_of_outputs,
     "vectors": lambda: captured(network(), torch.ones(1, 6, 4)),

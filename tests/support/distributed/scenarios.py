@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import curvature
-from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
+from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
 from support.training import closure_of, digits, mlp
 
@@ -223,27 +223,15 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "convolution": run(parallel, make=convolutional),
     "cross attention": run(parallel, make=CrossAttention),
     "cross attention EKFAC": run(parallel, kind=EKFAC, make=CrossAttention),
-    "cross attention, own inverses": run(
-        parallel, make=CrossAttention, distributed=Distributed(gradient_worker_fraction=0.0)
-    ),
     "sketch": run(parallel, make=wide, steps=3),
     "exact": run(parallel, inject=curvature.exact(), **ENTROPY),
     "sampled": run(parallel, inject=curvature.sampled(2), **ENTROPY),
     "propagated": run(parallel, inject=curvature.propagated(), **ENTROPY),
     "empirical": run(parallel, inject=curvature.empirical()),
     "damping": run(parallel, damping=0.01, momentum=0.5, weight_decay=0.01),
-    "own inverses": run(parallel, distributed=Distributed(gradient_worker_fraction=0.0)),
-    "own inverses, reloaded": run(parallel, distributed=Distributed(gradient_worker_fraction=0.0), reloads=True),
+    "reloaded": run(parallel, reloads=True),
     # at step 12; steps 11 and 13 renew and invert everything
-    "own inverses, reloaded between renewals": run(
-        parallel,
-        distributed=Distributed(gradient_worker_fraction=0.0),
-        reloads=True,
-        steps=15,
-        factor_every=2,
-        decompose_every=1,
-    ),
-    "half of the inverses": run(parallel, distributed=Distributed(gradient_worker_fraction=0.5)),
+    "reloaded between renewals": run(parallel, reloads=True, steps=15, factor_every=2, decompose_every=1),
     "accumulated": by_hand,
     "accumulated EKFAC": run(by_hand, kind=EKFAC),
     "accumulated natural": run(by_hand, kind=NaturalGradient),
@@ -276,8 +264,7 @@ SAME: dict[str, Callable[..., Tensor]] = {
 }
 # rounding grows: a condition of 1e5, and iterations that end early
 ILL = {"residuals natural", "natural cg", "layerwise cg"}
-BY_CHANCE = {"own inverses, reloaded"}  # inverses are made anew
-OF = {2: list(SAME), 3: ["EKFAC", "uneven"], 4: ["half of the inverses"]}
+OF = {2: list(SAME), 3: ["EKFAC", "uneven"]}
 
 
 def one_of_many(name: str, rank: int, size: int) -> Tensor:
