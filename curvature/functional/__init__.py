@@ -3,19 +3,18 @@
 `plain_form` gives a fused function (a recurrent kernel, weight normalization) as a composition of plain ones, so that
 every read of a parameter can be recorded. `FORMULAS` gives norms, softmax, attention and others as formulas with
 correct derivatives of any order, `RECURRENT` recurrent layers as loops; the context `ExactNorms` runs norms as theirs,
-`AttentionInBlocks` attention without holding its scores, and `TwiceDifferentiable` bags of embeddings, too; in
-`ContiguousNorms` batch norms of one sample have right gradients. `own_functions` names the functions in autograd's
-graph that torch does not know.
+and `TwiceDifferentiable` bags of embeddings, too; in `ContiguousNorms` batch norms of one sample have right gradients.
+`own_functions` names the functions in autograd's graph that torch does not know.
 """
 
-from curvature.functional.contexts import AttentionInBlocks, ContiguousNorms, ExactNorms, TwiceDifferentiable
+from curvature.functional.contexts import ContiguousNorms, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples, chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions
 from curvature.functional.plain_forms import PLAIN_FORMS, is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
-    "AttentionInBlocks", "ContiguousNorms", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "PLAIN_FORMS",
+    "ContiguousNorms", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "PLAIN_FORMS",
     "RECURRENT", "TwiceDifferentiable", "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user",
     "own_functions", "plain_form", "traceable_body", "weights_in_bags",
 ]  # fmt: skip

@@ -11,29 +11,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvature.functional import formulas
-from curvature.functional.attention import attention
-from curvature.functional.plain_forms import traceable_body
 
 Table = Mapping[Callable[..., Any], Callable[..., Any]]  # functions of torch, and what runs for them
 
 
-class AttentionInBlocks(TorchFunctionMode):
-    """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it."""
+class TwiceDifferentiable(TorchFunctionMode):
+    """A context in which bags of embeddings have second derivatives; so has attention below ``SDPBackend.MATH``."""
 
-    formulas: ClassVar[Table] = {F.scaled_dot_product_attention: attention}
+    formulas: ClassVar[Table] = {F.embedding_bag: formulas.embedding_bag}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        body = traceable_body(func) if func is F.multi_head_attention_forward else None
-        if body is None:
-            return self.formulas.get(func, func)(*args, **(kwargs or {}))
-        with self:
-            return body(*args, **(kwargs or {}))
-
-
-class TwiceDifferentiable(AttentionInBlocks):
-    """A context in which bags of embeddings have second derivatives, and attention has them block by block."""
-
-    formulas: ClassVar[Table] = {**AttentionInBlocks.formulas, F.embedding_bag: formulas.embedding_bag}
+        return self.formulas.get(func, func)(*args, **(kwargs or {}))
 
 
 def batch_norm(

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from curvature import gradients, recording
-from curvature.functional import AttentionInBlocks
+from curvature.functional import graph_nodes
 from curvature.gradients import Batch, Plan, SamplesMeet
 from curvature.losses import (
     TORCH_LOSSES,
@@ -45,6 +45,7 @@ RANDOM = (
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
+SCORES = "SoftmaxBackward"  # in the names of the nodes whose outputs have an entry for each pair of tokens
 BATCHED_ELEMENTS = 1 << 18  # entries of one vector's backprops from which each vector goes back alone
 COPIED_ELEMENTS = 1 << 15  # entries of the backprop at one use up to which those of such vectors are copied together
 ROWS = (
@@ -110,7 +111,7 @@ class DataSource:
                 if not batch.count:
                     continue
                 with self.surroundings() as state:
-                    with AttentionInBlocks(), mode():  # for this alone: they slow every other function down
+                    with mode():  # for this alone: it slows every other function down
                         tape, output, _ = gradients.record(batch, state)
                     run = RecordedBatch(self, number, batch, state, tape, output)
                     del tape, output  # `run` alone holds them
@@ -170,15 +171,14 @@ class RecordedBatch:
         if plan is not None:
             return plan
         self.require_apart()  # kept plans are of such batches
-        with AttentionInBlocks():
-            if self.batch.count == 1 and not self.whole and not self.one_pass:
-                plan = gradients.plan_beside_copy(self.batch, self.tape)
-            if plan is not None:
-                return plan
-            probed = self.batch.probe(self.output)
-            reference = gradients.single_sample_reference(probed, self.one_pass)
-            losses = probed.losses(self.output)
-            return gradients.learn(self.batch.model, self.batch.key, self.tape, losses, reference)[0]
+        if self.batch.count == 1 and not self.whole and not self.one_pass:
+            plan = gradients.plan_beside_copy(self.batch, self.tape)
+        if plan is not None:
+            return plan
+        probed = self.batch.probe(self.output)
+        reference = gradients.single_sample_reference(probed, self.one_pass)
+        losses = probed.losses(self.output)
+        return gradients.learn(self.batch.model, self.batch.key, self.tape, losses, reference)[0]
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
         """This batch, or the same as one sample where samples meet, if rows ``v^T J`` of samples are needed."""
@@ -206,8 +206,7 @@ class RecordedBatch:
 
     def _where_samples_meet(self) -> str:
         """As `gradients.where_samples_meet`; ValueError if they meet in one of several batches."""
-        with AttentionInBlocks():
-            where = gradients.where_samples_meet(self.batch, self.tape)
+        where = gradients.where_samples_meet(self.batch, self.tape)
         if where:
             self.masses.require_only(self.number, ValueError(MANY.format(where)))
         return where
@@ -274,8 +273,11 @@ class RecordedBatch:
 
     @cached_property
     def _held(self) -> int:
-        """Entries of the backprops of one vector."""
-        return max(1, self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses))
+        """Entries of the backprops of one vector, those at the weights of attention among them."""
+        shapes = [use.shape for use in self.tape.uses]
+        nodes: Sequence[Any] = graph_nodes(self.output.grad_fn)
+        shapes += [node._input_metadata[0].shape for node in nodes if SCORES in type(node).__name__]
+        return max(1, self.output.numel() + sum(map(math.prod, shapes)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -296,8 +298,7 @@ class RecordedBatch:
             terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, skip)
             failed -= stacks.keys()
             if failed:
-                with AttentionInBlocks():
-                    found = self._general_terms(v, plan, failed)
+                found = self._general_terms(v, plan, failed)
                 terms |= {
                     k: [DenseGradients(contractions.gradients(parts).to(self.dtype))] for k, parts in found.items()
                 }
