@@ -27,7 +27,7 @@ from curvature.gradients.jacobian_products import (
     output_changes,
 )
 from curvature.gradients.meeting_samples import UNSTEADY, SamplesMeet, where_samples_meet
-from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
+from curvature.gradients.parameter_terms import terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
     check_gradients,
     per_sample_gradients,
@@ -57,6 +57,6 @@ __all__ = [
     "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of",
     "learn", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_order", "require_pairs",
-    "require_same", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms",
+    "require_same", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
     "terms_by_parameter", "tried_by_vmap", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvature.gradients.derived_weights import Terms, pulled_back
 from curvature.layers import Layout, Unsupported
 from curvature.recording import ParameterNode, Tape, Use, warn_once
-from curvature.terms import DenseGradients, StackedTerms, Term, promote
+from curvature.terms import DenseGradients, Term, promote
 
 Backprops = Sequence[Tensor | None]  # of each use; None where nothing arrives
 Layouts = Sequence[Iterable[Layout]]  # of each use the candidates: the first that its rule accepts counts
@@ -116,26 +116,6 @@ def _is_uncounted(node: ParameterNode, of_uses: Sequence[UseTerms]) -> bool:
     """Whether no use on the way from the parameters to this tensor has terms already."""
     use = node.origin
     return use is None or (of_uses[use.index] is None and all(_is_uncounted(x, of_uses) for x in use.slots.values()))
-
-
-def stacked_terms(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[str]) -> dict[str, StackedTerms]:
-    """The terms for several vectors at once, from backprops (k, *shape), of parameters that one use alone reads."""
-    found: dict[str, StackedTerms] = {}
-    for name, node in tape.parameters.items():
-        use = node.uses[0] if len(node.readers) == 1 and name not in skip else None
-        if use is None or use.results or use.rule is None or not use.rule.takes_vectors:
-            continue
-        b, layout = backprops[use.index], next(iter(layouts[use.index]), None)
-        slots = [slot for slot, other in use.slots.items() if other is node]
-        if b is None or layout is None or len(slots) > 1:
-            continue
-        try:
-            found[name] = StackedTerms(use.term(slots[0], b, layout), len(b), layout.samples)
-        except Unsupported:
-            continue
-        except Exception as error:  # `terms_by_parameter` follows, one vector at a time
-            _warn_of_rule(use, error)
-    return found
 
 
 def weighted_gradients(

@@ -27,13 +27,8 @@ class Layout(NamedTuple):
         """Size of the axis."""
         return self.outer * self.samples * self.inner
 
-    def front(self, x: Tensor, ndim: int | None = None) -> Tensor:
-        """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...): one axis more, the others where they were.
-
-        With one axis more than `ndim`, x is k such tensors (k, ...), and their samples come one after the other.
-        """
-        if ndim is not None and x.ndim > ndim:
-            return self._replace(dim=self.dim + 1).front(x).movedim(0, 1).flatten(0, 1)
+    def front(self, x: Tensor) -> Tensor:
+        """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...): one axis more, the others where they were."""
         dim = self.dim
         if self.outer == 1 and self.inner == 1:
             return (x.movedim(dim, 0) if dim else x).unsqueeze(dim + 1)
@@ -57,20 +52,12 @@ class Rule:
         signature: their arguments, in order.
         parameters: the arguments that may be parameters.
         bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
-        takes_vectors: whether `term` takes a `b` of several vectors (k, *output's shape), and then gives a term with
-            the backprops of k N samples, and with all else for N.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     signature: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
     bias_of: ClassVar[Mapping[str, str]] = {}
-    takes_vectors: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        """A rule with a `term` of its own says anew whether that takes several vectors."""
-        if "term" in vars(cls):
-            cls.takes_vectors = vars(cls).get("takes_vectors", False)
 
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the data as they are before the call."""

@@ -31,14 +31,13 @@ def padding_amounts(padding: Any, kernel: Sequence[int], dilation: Sequence[int]
 class _ConvolutionRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
-    takes_vectors = True
     is_transposed: ClassVar[bool] = False
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         x, weight = call.args["input"], call.args["weight"]
         if layout.dim != 0 or x.ndim != weight.ndim:
             raise Unsupported("the samples are not along the batch axis")
-        b = layout.front(b, len(call.shape))
+        b = layout.front(b)
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
         stride, dilation = (

@@ -101,9 +101,7 @@ class _ContractionRule(Rule):
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot in self.bias_of.values():
-            return sum_over_broadcast(layout.front(b, len(call.shape)), call.args[slot].shape, layout)
-        if b.ndim > len(call.shape):
-            raise Unsupported("several vectors")
+            return sum_over_broadcast(layout.front(b), call.args[slot].shape, layout)
         labels, out = self.labels(call)
         data = [(call.args[name], own) for name, own in labels.items() if name != slot]
         return outer_product((call.args[slot], labels[slot]), data, b, out, layout)
@@ -117,7 +115,6 @@ class LinearRule(_ContractionRule):
     signature = ("input", "weight", "bias")
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
-    takes_vectors = True
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
         if "weight" not in directions:
@@ -136,7 +133,7 @@ class LinearRule(_ContractionRule):
             return super().term(call, slot, b, layout)
         # the same, faster
         dtype = torch.promote_types(x.dtype, b.dtype)
-        both = layout.front(x), layout.front(b, len(call.shape))
+        both = layout.front(x), layout.front(b)
         a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in both)
         return OuterProduct(a, z, tuple(weight.shape))
 

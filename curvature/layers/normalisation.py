@@ -19,7 +19,6 @@ class _ScaleShift(Rule):
 
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
-    takes_vectors = True
     first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
     kernel = ""  # the node of torch's kernel that saves means and inverse deviations
 
@@ -35,7 +34,7 @@ class _ScaleShift(Rule):
         raise NotImplementedError
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        shape, front = call.args[slot].shape, layout.front(b, len(call.shape))
+        shape, front = call.args[slot].shape, layout.front(b)
         if slot == "bias":
             return sum_over_broadcast(front, shape, layout, self.first_axis)
         offset = len(call.shape) - len(shape) if self.first_axis is None else self.first_axis
@@ -52,13 +51,10 @@ class _ScaleShift(Rule):
     def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """The gradients of the scale."""
         own = self.normalize(call)
-        if b.ndim == own.ndim:
-            # in the memory of `own` where nothing has to know of it: early layers' inputs are large
-            is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
-            product = own.mul_(b) if is_plain else own * b
-            return sum_over_broadcast(layout.front(product), shape, layout, self.first_axis)
-        rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
-        return DenseGradients(torch.cat(rows))
+        # in the memory of `own` where nothing has to know of it: early layers' inputs are large
+        is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
+        product = own.mul_(b) if is_plain else own * b
+        return sum_over_broadcast(layout.front(product), shape, layout, self.first_axis)
 
 
 @register

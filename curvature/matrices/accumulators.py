@@ -20,7 +20,7 @@ from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Sch
 from curvature.linalg import stack
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import StackedTerms, Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.terms import Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
 
 Result = TypeVar("Result", bound=Operator)
 Range = tuple[int, int]  # the first row, and the one after the last
@@ -199,7 +199,7 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         for reading, vectors in left.items():
             if chunk.first:
                 new.activations[reading] = new.scheme.activations(vectors[0])
-            part = _moment_of_backprops(new.scheme, vectors, None if same else right[reading], chunk.scales)
+            part = new.scheme.backprops(vectors, None if same else right[reading], chunk.scales)
             if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
                 part = (part + part.mT) / 2
             new.backprops[reading] = part
@@ -236,14 +236,6 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
-
-
-def _moment_of_backprops(scheme: Scheme, left: Any, right: Any, scales: Tensor | None) -> Tensor:
-    """Stacked vectors count as more samples of one, whose activations no moment needs."""
-    if isinstance(left, StackedTerms) and (right is None or isinstance(right, StackedTerms)):
-        scales = None if scales is None else scales.repeat(len(left))
-        left, right = ([[stack.term]] if stack is not None else None for stack in (left, right))
-    return scheme.backprops(left, right, scales)
 
 
 def _are_near(x: Tensor | None, y: Tensor | None) -> bool:

@@ -47,7 +47,6 @@ BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
 SCORES = "SoftmaxBackward"  # in the names of the nodes whose outputs have an entry for each pair of tokens
 BATCHED_ELEMENTS = 1 << 18  # entries of one vector's backprops from which each vector goes back alone
-COPIED_ELEMENTS = 1 << 15  # entries of the backprop at one use up to which those of such vectors are copied together
 ROWS = (
     "loss: {} reads {} itself (a penalty?), and empirical() sends back from the output of the model alone; leave that "
     "out of the loss, or take the rows of per_sample_gradients, which have it"
@@ -288,15 +287,10 @@ class RecordedBatch:
         """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero."""
         self.require_apart()
         plan, parts = self.plan, [self._backprops(part) for part in vectors.split(self.pass_size)]
-        together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
-        stacks = gradients.stacked_terms(self.tape, together, plan.layouts, plan.general)
-        if len(stacks) == len(self.tape.parameters):
-            return stacks
-        skip, size, others = plan.general | stacks.keys(), self.pass_size, dict[str, list[list[Term]]]()
+        size, by_parameter = self.pass_size, dict[str, list[list[Term]]]()
         rows = ([None if b is None else b[k % size] for b in parts[k // size]] for k in range(len(vectors)))
         for v, backprops in zip(vectors, rows, strict=True):
-            terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, skip)
-            failed -= stacks.keys()
+            terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, plan.general)
             if failed:
                 found = self._general_terms(v, plan, failed)
                 terms |= {
@@ -304,9 +298,9 @@ class RecordedBatch:
                 }
             for name, of_parameter in terms.items():
                 if of_parameter:
-                    others.setdefault(name, []).append(of_parameter)
-        assert all(len(of_vectors) == len(vectors) for of_vectors in others.values())  # they are read by number
-        return {**others, **stacks}
+                    by_parameter.setdefault(name, []).append(of_parameter)
+        assert all(len(x) == len(vectors) for x in by_parameter.values())  # they are read by number
+        return by_parameter
 
     def _general_terms(self, vector: Tensor, plan: Plan, names: set[str]) -> dict[str, list[Term]]:
         """Of what no rule explains: from samples alone, or where their outputs have other shapes, the recorded pass."""
@@ -388,12 +382,6 @@ def zeros(space: Space, *lead: int) -> dict[str, Tensor]:
     """Zeros (*lead, *shape) by name, where the parameters are."""
     entries = zip(space.devices.items(), space.shapes, strict=True)
     return {name: torch.zeros(*lead, *own, dtype=space.dtype, device=device) for (name, device), own in entries}
-
-
-def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The backprops (k, *shape) of all vectors, where to copy them costs less than to call a rule for each vector."""
-    found = [b for b in parts if b is not None]
-    return torch.cat(found) if found and found[0].numel() <= COPIED_ELEMENTS else None
 
 
 def _half_square(output: Tensor, target: Any) -> Tensor:

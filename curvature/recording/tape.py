@@ -115,7 +115,7 @@ class Use:
         return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
-        """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
+        """Per-sample gradients of one argument, given the backprop of the output.
 
         Raises:
             Unsupported: the function has no rule, or the rule has no per-sample view of this call.

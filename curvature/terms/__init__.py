@@ -24,7 +24,6 @@ from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
 from curvature.terms.term import (
     RowSlice,
-    StackedTerms,
     Term,
     TermsByVector,
     chunks,
@@ -36,7 +35,7 @@ from curvature.terms.term import (
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
-    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "chunks", "contractions", "gradients", "joined",
+    "Term", "TermsByVector", "TransposedConvolution", "chunks", "contractions", "gradients", "joined",
     "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from curvature.terms import contractions
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import StackedTerms, Term, TermsByVector, chunks, merge_places, sum_in_place, unfold
+from curvature.terms.term import Term, TermsByVector, chunks, merge_places, sum_in_place, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 
@@ -30,10 +30,6 @@ def sum_of_products(
     has unfolded, for the next one with other vectors sent back through the same pass.
     """
     patches = [] if patches is None else patches
-    if isinstance(left, StackedTerms) and (right is left or isinstance(right, StackedTerms)):
-        found = _from_stacks(left, right, weights, patches)
-        if found is not None:
-            return found
     lefts = [merge_places(terms) for terms in left]
     rights = lefts if right is left else [merge_places(terms) for terms in right]
     alone = {len(terms) for terms in (*lefts, *rights)} == {1}
@@ -57,24 +53,6 @@ def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     """``sum_n g_n^2``, of the parameter's shape."""
     vectors, count = [terms], len(terms[0])
     return sum_of_products(vectors, vectors, torch.ones(count, dtype=torch.float32, device=terms[0].device))
-
-
-def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patches: list[Tensor]) -> Tensor | None:
-    """All vectors at once; None for terms that are summed one by one."""
-    u, w, vectors = left.term, right.term, len(left)
-    if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
-        u, w = u.direct, w.direct
-    if isinstance(u, DenseGradients) and isinstance(w, DenseGradients):
-        both = _products(zip(u.values.chunk(vectors), w.values.chunk(vectors), strict=True))
-        return torch.tensordot(weights.to(both.dtype), both, 1)
-    if isinstance(u, OuterProduct) and isinstance(w, OuterProduct) and u.places == 1:
-        both = _products(zip(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors), strict=True))
-        both *= weights.to(both.dtype)[:, None, None]
-        blocks = both.permute(1, 2, 0) @ u.a[:, 0].square().transpose(0, 1)
-        return u.assemble(blocks[None])[0]
-    if isinstance(u, Convolution) and not _are_few_places(u, len(weights), vectors):
-        return _from_convolutions(left, right, weights, patches)
-    return None
 
 
 def _products(pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
@@ -175,12 +153,7 @@ def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tenso
 
 def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
-    k, groups = len(vectors), a.shape[2]
-    if isinstance(vectors, StackedTerms):
-        # (k, n, m, g, o, pixel)
-        b = vectors.term.b.unflatten(0, (k, -1))[:, part].flatten(4).unflatten(3, (groups, -1))
-        b = b.permute(1, 3, 0, 4, 2, 5).reshape(len(a), groups, -1, a.shape[1])  # (n, g, k * o, t)
-    else:
-        rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
-        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
+    k = len(vectors)
+    rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
+    b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
     return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (k, -1))

@@ -63,32 +63,6 @@ Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseG
 TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
-class StackedTerms(Sequence[list[Term]]):
-    """The terms of one parameter for k vectors that share a pass: one each, made when it is asked for."""
-
-    def __init__(self, term: Any, vectors: int, samples: int) -> None:
-        """`term` has what all vectors share, of N samples, and k N backprops, those of the first vector first."""
-        self.term, self.vectors, self.samples = term, vectors, samples
-
-    def __len__(self) -> int:
-        return self.vectors
-
-    def __getitem__(self, k: Any) -> Any:
-        start = range(self.vectors)[k] * self.samples
-        return [self.term if self.vectors == 1 else _with_backprops(self.term, slice(start, start + self.samples))]
-
-
-def _with_backprops(term: Any, part: slice) -> Any:
-    """The term with some of its backprops, and all else that it has."""
-    if isinstance(term, DenseGradients):
-        return term.samples(part)
-    if isinstance(term, ElementwiseProduct):
-        return replace(term, direct=term.direct.samples(part), b=term.b[part])
-    if isinstance(term, TransposedConvolution):
-        return replace(term, direct=replace(term.direct, source=term.direct.source[part]))
-    return replace(term, b=term.b[part])
-
-
 def to_device(term: Any, device: torch.device | str) -> Any:
     """The term with its tensors detached and on `device`."""
     if isinstance(term, Tensor):

@@ -10,9 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import curvature
 from curvature.gradients.plans import PLANS
 from curvature.layers import RULES
-from curvature.layers.matrix_products import LinearRule
 from curvature.recording import capture
-from curvature.terms import StackedTerms, gradients
 from support.cases.catalogue import CASES
 from support.oracles import brute_force as oracle
 
@@ -59,26 +57,6 @@ def test_rule(rule: type, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close({"": curvature.per_sample_gram(model, loss, x, y)}, {"": oracle.gram(expected)})
     (plan,) = PLANS[model].values()
     assert rule in calls and not plan.general
-    with capture(model) as tape:
-        oracle.forward(model, x)
-    for use, layout in ((use, layouts[0]) for use, layouts in zip(tape.uses, plan.layouts, strict=True) if layouts):
-        b = torch.randn(3, *use.shape, dtype=y.dtype if y.is_floating_point() else None, device=device)
-        for slot in use.slots if use.rule.takes_vectors else ():
-            stack = StackedTerms(use.term(slot, b, layout), len(b), layout.samples)
-            for own, terms in zip(b, stack, strict=True):
-                close({slot: gradients(terms)}, {slot: gradients([use.term(slot, own, layout)])})
-
-
-def test_a_term_of_its_own_gets_one_vector_unless_it_says_otherwise() -> None:
-    class Plain(LinearRule):
-        def term(self, *args: Any) -> Any:
-            return super().term(*args)
-
-    class Both(Plain):
-        takes_vectors = True
-        term = LinearRule.term
-
-    assert LinearRule.takes_vectors and Both.takes_vectors and not Plain.takes_vectors
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

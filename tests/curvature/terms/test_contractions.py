@@ -17,7 +17,6 @@ from curvature.terms import (
     IndexedRows,
     OuterProduct,
     RowSlice,
-    StackedTerms,
     Term,
     TransposedConvolution,
     contractions,
@@ -362,10 +361,6 @@ def of_places(groups: int, a: Tensor) -> Term:
     return OuterProduct(a, draw(N, a.shape[1], groups, 3), (groups * 3, 4))
 
 
-def stacked(vectors: list[list[Term]]) -> StackedTerms:
-    return StackedTerms(replace(vectors[0][0], b=torch.cat([term.b for (term,) in vectors])), VECTORS, N)
-
-
 @pytest.mark.parametrize("chunk", [500, 1 << 24])
 @pytest.mark.parametrize("is_square", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -382,9 +377,6 @@ def test_sums_of_products(places, groups: int, is_square: bool, chunk: int, monk
         torch.tensordot(weights, u.gradients() * w.gradients(), 1) for (u,), (w,) in zip(left, right, strict=True)
     )
     torch.testing.assert_close(sum_of_products(left, right, weights, []), expected)
-    stack = stacked(left)
-    found = sum_of_products(stack, stack if is_square else stacked(right), weights, [])
-    torch.testing.assert_close(found, expected)
 
 
 def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> None:
