@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
-SCRIPTS := $(filter-out examples/demo% examples/laplace_backend.py,$(wildcard examples/*.py))
+SCRIPTS := $(filter-out examples/_% examples/demo.py examples/laplace_backend.py,$(wildcard examples/*.py))
 RACES := tests/benchmarks/race.py tests/benchmarks/generality.py tests/benchmarks/held_out.py
 BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) tests/benchmarks/bench_all.py tests/benchmarks/figures.py,$(wildcard tests/benchmarks/*.py))
 RACE_ARGS ?= --json out/race.json --figure out/race.png

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_picture import draw
-from demo_race import GRIDS, Data, Run, digits, race, tune
+from _demo_picture import draw
+from _demo_race import GRIDS, Data, Run, digits, race, tune
 from tqdm import tqdm
 
 INTRODUCTION = """\

@@ -16,7 +16,7 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
-from curvature.losses.likelihoods import LabelDistribution, Prediction
+from curvature.losses.likelihoods import ClassLabel, LabelDistribution, Prediction
 from curvature.losses.masses import (
     LossVaries,
     NoWeightedSum,
@@ -41,6 +41,7 @@ from curvature.losses.table import (
 )
 
 __all__ = [
+    "ClassLabel",
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
     "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",

@@ -24,11 +24,13 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 DRAWN_ELEMENTS = 1 << 22  # entries that are drawn together
 PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by at least this
+NODES = 32  # of the quadrature over a normal log-rate
 
 
 class Likelihood:
@@ -291,8 +293,29 @@ class LabelDistribution:
         raise NotImplementedError
 
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
-        """Where the output is normal with mean f: by MacKay's probit approximation (doi:10.1162/neco.1992.4.5.720)."""
-        return self.given(f / (1 + math.pi / 8 * variance).sqrt(), noise)
+        """Where the output is normal with mean f."""
+        raise NotImplementedError
+
+    def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
+        """Of labels where the output is normal with mean f: the summed ``-log p(target)``, constants left out."""
+        raise NotImplementedError
+
+
+class ClassLabel(LabelDistribution):
+    """Classes, where the output is normal by MacKay's probit approximation (doi:10.1162/neco.1992.4.5.720)."""
+
+    def confidence(self, f: Tensor, variance: Tensor) -> Tensor:
+        """The mean probability of the likeliest class."""
+        raise NotImplementedError
+
+    def classes(self, f: Tensor) -> int:
+        raise NotImplementedError
+
+    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
+        return self.given(_shrunk(f, variance), noise)
+
+    def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
+        return loss(_shrunk(f, variance), target)
 
 
 class NormalLabel(LabelDistribution):
@@ -315,21 +338,36 @@ class NormalLabel(LabelDistribution):
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
         return Prediction(f, variance + noise.to(f).square())
 
+    def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
+        return _normal_log_loss(self.marginal(f, variance, noise), target)
 
-class CategoricalLabel(LabelDistribution):
+
+class CategoricalLabel(ClassLabel):
     """``softmax(f)`` along dim 1."""
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
         p = f.softmax(1)
         return Prediction(p, p * (1 - p))
 
+    def classes(self, f: Tensor) -> int:
+        return f.shape[1]
 
-class BernoulliLabel(LabelDistribution):
+    def confidence(self, f: Tensor, variance: Tensor) -> Tensor:
+        return _shrunk(f, variance).softmax(1).amax(1).mean()
+
+
+class BernoulliLabel(ClassLabel):
     """1 with probability ``sigmoid(f)``, else 0."""
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
         p = f.sigmoid()
         return Prediction(p, p * (1 - p))
+
+    def classes(self, f: Tensor) -> int:
+        return 2
+
+    def confidence(self, f: Tensor, variance: Tensor) -> Tensor:
+        return _shrunk(f, variance).abs().sigmoid().mean()
 
 
 class PoissonLabel(LabelDistribution):
@@ -344,6 +382,12 @@ class PoissonLabel(LabelDistribution):
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
         rate = (f + variance / 2).exp()
         return Prediction(rate, rate + variance.expm1() * rate.square())
+
+    def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
+        nodes, weights = (torch.as_tensor(values).to(f) for values in np.polynomial.hermite_e.hermegauss(NODES))
+        at = (..., *[None] * f.ndim)
+        rates = f + variance.sqrt() * nodes[at]
+        return -(weights.log()[at] + target * rates - rates.exp()).logsumexp(0).sum()
 
 
 class NormalHeadsLabel(LabelDistribution):
@@ -365,3 +409,15 @@ class NormalHeadsLabel(LabelDistribution):
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
         mean, spread = self.given(f, noise)
         return Prediction(mean, spread + variance.chunk(2, 1)[0])
+
+    def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
+        return _normal_log_loss(self.marginal(f, variance, noise), target)
+
+
+def _shrunk(f: Tensor, variance: Tensor) -> Tensor:
+    """The logits of a class whose logit is normal."""
+    return f / (1 + math.pi / 8 * variance).sqrt()
+
+
+def _normal_log_loss(label: Prediction, target: Tensor) -> Tensor:
+    return ((target - label.mean).square() / label.variance + label.variance.log()).sum() / 2

@@ -282,7 +282,7 @@ def summed(case: Case) -> tuple[brute_force.Matrices, float]:
 
 
 def posterior(case: Case, structure: str) -> Any:
-    return curvature.laplace(copy.deepcopy(case.model).eval(), case.loss, case.loader, structure)
+    return curvature.laplace(copy.deepcopy(case.model).eval(), case.loss, case.loader, structure, prior=1.0)
 
 
 def true_precision(case: Case) -> Tensor:

@@ -27,7 +27,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def run_of(demo: ModuleType, kind: str, *losses: float) -> Any:
     """A run of a second a step, with these losses after its steps."""
     run = demo.Run(demo.digits(torch.device("cpu")), kind, 0.1, seed=0)
-    point = importlib.import_module("demo_race").Point
+    point = importlib.import_module("_demo_race").Point
     run.points += [point(k + 1, float(k + 1), loss) for k, loss in enumerate(losses)]
     run.steps, run.failed = len(losses), math.inf in losses
     run.seconds, run.reached = float(len(losses)), math.inf if run.failed else float(len(losses))
@@ -68,6 +68,6 @@ def test_a_diverged_rival_is_reported(demo: ModuleType) -> None:
     ("lr", "above", "below"), [(0.01, 0.03, 0.003), (0.03, 0.1, 0.01), (1.0, 3.0, 0.3), (3.0, 10.0, 1.0)]
 )
 def test_grids_grow_by_half_decades(demo: ModuleType, lr: float, above: float, below: float) -> None:
-    race = importlib.import_module("demo_race")
+    race = importlib.import_module("_demo_race")
     assert race.half_decade(lr, up=True) == above
     assert race.half_decade(lr, up=False) == below

@@ -15,7 +15,7 @@ import pytest
 from support import programs
 from support.architecture import ROOT
 
-ELSEWHERE = {"demo", "demo_picture", "demo_race", "laplace_backend"}  # have tests of their own
+ELSEWHERE = {"demo", "_demo_picture", "_demo_race", "laplace_backend"}  # have tests of their own
 SCRIPTS = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - ELSEWHERE)
 STORED = ROOT / "docs" / "results" / "examples"  # what they print with all their steps: make examples
 FAST = {

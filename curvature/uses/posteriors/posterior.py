@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,23 +16,40 @@ from torch import Tensor, nn
 
 from curvature.linalg import (
     NotDefinite,
-    cholesky_with_jitter,
     full_precision,
     matmul,
     psd_eigh,
-    stack,
-    try_cholesky,
     widen,
-    widest,
 )
-from curvature.losses import LabelDistribution, Loss, Prediction
+from curvature.losses import ClassLabel, LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch, rows_of
-from curvature.operators import BlockDiagonal, Dense, EigenKronecker, Operator, flat_parameters
+from curvature.operators import BlockDiagonal, EigenKronecker, Operator, flat_parameters
 from curvature.terms import OuterProduct, TermsByVector, chunks
+from curvature.uses.posteriors.precision import LayeredCurvature, noise_of
+from curvature.uses.posteriors.search import least_that_passes, one_by_one
+
+log = logging.getLogger("curvature")
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
+CAUTION = 0.003  # by which the default prior may lower the mean confidence on the training data
+DECADES = -3.0, 5.0  # of priors that are tried, around the precision of the parameters' own spread
+UNSURE = (
+    "laplace: with the prior %s the mean confidence on the training data falls from %.2f to %.2f, so predictions on "
+    "other data may be hardly better than chance; leave the prior out of laplace(), or take "
+    "optimize_prior(validation=(x, y))"
+)
 Prior = float | Tensor | Mapping[str, float]
 TermsOfOutputs = Mapping[str, TermsByVector]  # by parameter, of each entry of the output
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """The network's mean probability of the likeliest class on some of the data, which are pairs without a target."""
+
+    labels: ClassLabel
+    inputs: Sequence[tuple[Any, None]]
+    mean: float
+    chance: float  # one by the number of classes
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,7 @@ class DataFit:
     labels: LabelDistribution
     total: Tensor
     count: Tensor
+    sure: Confidence | None = None
 
     def log_likelihood(self, noise: Tensor) -> Tensor:
         """``log p(labels | inputs, parameters)``, a scalar."""
@@ -120,17 +139,21 @@ class LaplacePosterior:
             RuntimeError: the parameters are no longer those of the posterior.
             ValueError: as for `covariance`, or samples are not independent.
         """
+        results: list[tuple[Tensor, Tensor]] = []
+        self.each((x, None), lambda f, covariance, _: results.append((f, covariance)))
+        return results[0]
+
+    def each(self, data: Any, visit: Callable[[Tensor, Tensor, Any], None]) -> None:
+        """Call ``visit(outputs, covariance, y)`` for every batch of the data, as for `outputs`."""
         if not torch.equal(flat_parameters(self.curvature.space, self.model), self.mean):
             raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
-        results: list[tuple[Tensor, Tensor]] = []
 
-        def visit(run: RecordedBatch) -> None:
+        def outputs_of(run: RecordedBatch) -> None:
             require_no_draws(run)
             dtype = torch.promote_types(run.output.dtype, torch.float32)
-            results.append((run.output.detach(), output_covariance(run, self.covariance).to(dtype)))
+            visit(run.output.detach(), output_covariance(run, self.covariance).to(dtype), run.batch.y)
 
-        DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
-        return results[0]
+        DataSource(self.model, self.fit.loss, data, parameters=self.curvature.space.names).each(outputs_of)
 
     def predict(self, x: Any, samples: int | None = None, *, generator: torch.Generator | None = None) -> Prediction:
         """Mean and variance of new labels, entry by entry, with the linearised model.
@@ -156,7 +179,7 @@ class LaplacePosterior:
         labels = self.fit.labels
         f, covariance = self.outputs(x)
         if samples is None:
-            return labels.marginal(f, covariance.diagonal(dim1=1, dim2=2).reshape(f.shape).to(f), self.noise)
+            return labels.marginal(f, variances(f, covariance), self.noise)
         values, vectors = psd_eigh(covariance)
         generator = generator or self.curvature.space.generator()
         e = torch.randn(samples, *values.shape, generator=generator, dtype=values.dtype, device=generator.device)
@@ -221,18 +244,24 @@ class LaplacePosterior:
             raise ValueError(f"noise: {type(self.fit.loss).__name__} has its own; only MSELoss takes one")
         return self.noise if given is None else noise_of(given, self.curvature.space.device)
 
-    def optimize_prior(self, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
-        """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of largest marginal likelihood.
+    def optimize_prior(self, *, per_layer: bool = False, steps: int = 50, validation: Any = None) -> LaplacePosterior:
+        """The posterior with the best prior precision, and for ``nn.MSELoss`` noise; mean and curvature stay.
 
-        L-BFGS in log space on `log_marginal_likelihood`; mean and curvature stay.
+        Without validation data, that of largest `log_marginal_likelihood`, by L-BFGS in log space. With them, that of
+        least log loss of their labels: a grid of half decades for one prior of all layers, then golden sections, of one
+        number at a time. For classes take validation data: at the end of training, the curvature of their loss has
+        almost vanished, and the marginal likelihood is largest at a prior with which predictions are close to chance.
 
         Args:
             per_layer: whether each layer gets its own precision.
             steps: of L-BFGS, at most.
+            validation: a pair ``(x, y)`` that the model was not trained with, or an iterable of pairs as in `laplace`.
 
         Raises:
             ValueError: there is no maximum (where the outputs meet the labels exactly, none of the noise).
         """
+        if validation is not None:
+            return self._validated(validation, per_layer)
         has_noise = self.fit.labels.has_noise
         start = self.prior.expand(len(self.layers)) if per_layer else self.prior
         logs = [start.log().clone().requires_grad_(), self.noise.log().clone().requires_grad_(has_noise)]
@@ -254,7 +283,82 @@ class LaplacePosterior:
         with torch.enable_grad():
             search.step(closure)
         prior, noise = (x.detach().exp() for x in logs)
-        return self.with_prior(prior, noise if has_noise else None)
+        best = self.with_prior(prior, noise if has_noise else None)
+        best.warn_if_unsure()
+        return best
+
+    def _validated(self, validation: Any, per_layer: bool) -> LaplacePosterior:
+        """By the log loss of validation data; points are decades: of the prior or each layer's, then of the noise."""
+        has_noise = self.fit.labels.has_noise
+
+        def at(point: Sequence[float]) -> LaplacePosterior:
+            values = [10.0**x for x in point]
+            prior, noise = (values[:-1], values[-1]) if has_noise else (values, None)
+            return self.with_prior(self.prior.new_tensor(prior if len(prior) > 1 else prior[0]), noise)
+
+        value = lambda point: at(point)._log_loss(validation)
+        # the noise of the training data, which the network has fitted, is where to begin
+        fitted = float((self.fit.total / self.fit.count).sqrt().log10()) if has_noise else 0.0
+        noise = [fitted if math.isfinite(fitted) else float(self.noise.log10())] if has_noise else []
+        low, high = (self._spread() + end for end in DECADES)
+        grid = [low + k / 2 for k in range(int(2 * (high - low)) + 1)]
+        losses = [value([x, *noise]) for x in grid]
+        if not math.isfinite(min(losses)):
+            at([grid[-1], *noise]).covariance.trace()  # says why, if it is the prior
+            raise ValueError("validation: the log loss is not finite with any prior; are there NaN in x or y?")
+        start = [grid[losses.index(min(losses))], *noise]
+        point = one_by_one(value, start, 0.5)
+        if per_layer and len(self.layers) > 1:
+            point = one_by_one(value, [point[0]] * len(self.layers) + point[1:], 1.0)
+        return at(point)
+
+    def _spread(self) -> float:
+        """The precision of which the parameters are a draw, in decades."""
+        mean_square = float(widen(self.mean).square().mean())
+        return -math.log10(mean_square) if mean_square else 0.0
+
+    def _log_loss(self, data: Any) -> float:
+        """Summed over labels, constants left out; infinite where a prior is below rounding."""
+        try:
+            self.covariance  # noqa: B018
+        except ValueError:
+            return math.inf
+        losses: list[Tensor] = []
+
+        def visit(f: Tensor, covariance: Tensor, y: Any) -> None:
+            wide = widen(f)
+            own = self.fit.labels.log_loss(self.fit.loss, wide, variances(wide, covariance), y, self.noise)
+            losses.append(own)
+
+        self.each(data, visit)
+        total = float(torch.stack(losses).sum())
+        return total if math.isfinite(total) else math.inf
+
+    def confidence(self, sure: Confidence) -> float:
+        """Mean probability of the likeliest class on the same inputs; 0 where the prior is below rounding."""
+        try:
+            self.covariance  # noqa: B018
+        except ValueError:
+            return 0.0
+        parts: list[Tensor] = []
+        rate = lambda f, covariance: sure.labels.confidence(f, variances(f, covariance))
+        self.each(sure.inputs, lambda f, covariance, _: parts.append(rate(f, covariance)))
+        return float(torch.stack(parts).mean())
+
+    def with_cautious_prior(self, sure: Confidence) -> LaplacePosterior:
+        """With the least prior by which the confidence on the training data is nearly that of the network."""
+        passes = lambda x: self.with_prior(10.0**x).confidence(sure) >= sure.mean - CAUTION
+        low, high = (self._spread() + end for end in DECADES)
+        return self.with_prior(10.0 ** least_that_passes(passes, low, high))
+
+    def warn_if_unsure(self) -> None:
+        """Log a warning where half of the confidence above chance on the training data is lost."""
+        sure = self.fit.sure
+        if sure is None:
+            return
+        now = self.confidence(sure)
+        if now - sure.chance < (sure.mean - sure.chance) / 2:
+            log.warning(UNSURE, _shown(self.prior.reshape(-1).tolist()), sure.mean, now)
 
     def __repr__(self) -> str:
         loss = type(self.fit.loss).__name__
@@ -266,6 +370,11 @@ class LaplacePosterior:
 def _shown(prior: list[float]) -> str:
     one, *others = [f"{value:.3g}" for value in prior]
     return f"[{', '.join([one, *others])}]" if others else one
+
+
+def variances(f: Tensor, covariance: Tensor) -> Tensor:
+    """Of the entries of the output, in its shape."""
+    return covariance.diagonal(dim1=1, dim2=2).reshape(f.shape).to(f)
 
 
 def require_draws(what: str, given: Any) -> None:
@@ -328,157 +437,3 @@ def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
         covariances.append(matmul(rows, spread.mT))
     return torch.cat(covariances)
-
-
-# -- the curvature of the summed negative log-likelihood plus a prior precision for each layer
-
-
-class Precision(Operator):
-    """``M + prior``. The prior, a number or (P,), counts as exact: solves and draws take it as the damping of M, whose
-    eigenvalues may be so large that their rounding exceeds it."""
-
-    def __init__(self, curvature: Operator, prior: Tensor) -> None:
-        super().__init__(curvature.space)
-        self.curvature, self.prior = curvature, prior.to(self.space.device, self.space.dtype)
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self.curvature._matmat(V) + self.prior.reshape(-1, 1) * V
-
-    def to_dense(self) -> Tensor:
-        return self.curvature.to_dense() + self._each().diag()
-
-    def diagonal(self) -> Tensor:
-        return self.curvature.diagonal() + self.prior
-
-    def trace(self) -> Tensor:
-        return self.curvature.trace() + self._each().sum()
-
-    def state(self) -> dict[str, Any]:
-        if self.prior.ndim:
-            return Dense(self.space, self.to_dense()).state()
-        return self.curvature.damped(float(self.prior)).state()
-
-    def _eigenvalues(self) -> Tensor:
-        return super()._eigenvalues() if self.prior.ndim else self.curvature._eigenvalues() + self.prior
-
-    def _each(self) -> Tensor:
-        return self.prior.expand(self.space.size)
-
-    def _damped(self, damping: float) -> tuple[Operator, float, Tensor]:
-        """``N, d, r`` with ``M + prior + damping = diag(1 / r) (N + d I) diag(1 / r)``, r (P, 1), or (1,) for ones."""
-        if not self.prior.ndim:
-            return self.curvature, float(self.prior) + damping, self.prior.new_ones(1)
-        r = (self.prior + damping).rsqrt()[:, None]
-        return Dense(self.space, r * self.curvature.to_dense() * r.T), 1.0, r
-
-    def _solve(self, V: Tensor, damping: float) -> Tensor:
-        N, d, r = self._damped(damping)
-        return r * N._solve(r * V, d)
-
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        N, d, r = self._damped(damping)
-        return r * N._inverse_root(Z, d)
-
-    def inverse(self, damping: float = 0.0) -> Operator:
-        N, d, r = self._damped(float(damping))
-        inverse = N.inverse(d)
-        return Dense(self.space, r * inverse.to_dense() * r.T) if self.prior.ndim else inverse
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        N, d, r = self._damped(float(damping))
-        return N.logdet(d) - 2 * r.log().sum()
-
-
-class LayeredCurvature:
-    """M by layers, so that ``factor * M + prior`` and its log-determinant are quick for any factor and prior."""
-
-    def __init__(self, matrix: BlockDiagonal) -> None:
-        self.space = matrix.space
-        # Damping by nothing leaves Kronecker products in their eigenbasis, which is computed once.
-        self.blocks = [block.damped(0.0) for block in matrix.blocks.values()]
-        # a block belongs to the layer of its first parameter, unless it is the only one and spans them all
-        spans_all = len(self.blocks) == 1
-        names = ((name, block.space.names[0]) for block in self.blocks for name in block.space.names)
-        owners = {name: module_of(name if spans_all else first) for name, first in names}
-        self.layers = tuple(dict.fromkeys(owners[name] for name in self.space.names))
-        self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
-        self._spectra: dict[int, Tensor] = {}
-        self._semidefinite: dict[int, Tensor] = {}
-
-    def sums_by_layer(self, each: Tensor) -> Tensor:
-        """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
-        each = widen(each)
-        sizes = zip(self.space.names, self.space.sizes, strict=True)
-        where = torch.cat([each.new_full((size,), self.layer_of[name], dtype=torch.long) for name, size in sizes])
-        return each.new_zeros(len(self.layers)).index_add_(0, where, each)
-
-    def prior(self, given: Any) -> Tensor:
-        """A prior precision as a tensor: a scalar, or (layers,)."""
-        if isinstance(given, Mapping):
-            if set(given) != set(self.layers):
-                raise ValueError(f"prior: expected a precision for each of {list(self.layers)}, found {list(given)}")
-            given = torch.stack([positive("prior", given[layer], self.space.device) for layer in self.layers])
-        prior = positive("prior", given, self.space.device)
-        if prior.ndim and prior.shape != (len(self.layers),):
-            raise ValueError(
-                f"prior: expected a number, or one for each of the {len(self.layers)} layers {list(self.layers)}; "
-                f"found shape {tuple(prior.shape)}"
-            )
-        return prior
-
-    def precision(self, factor: Tensor, prior: Tensor) -> BlockDiagonal:
-        """``factor * M + prior``."""
-        scaled, prior = float(factor), prior.detach()
-        return BlockDiagonal(self.space, [Precision(b.scaled(scaled), self._prior_of(b, prior)) for b in self.blocks])
-
-    def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
-        """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""
-        if prior.ndim == 0:
-            return prior
-        layers = [self.layer_of[name] for name in block.space.names]
-        if len(set(layers)) == 1:
-            return prior[layers[0]]
-        sizes = zip(layers, block.space.sizes, strict=True)
-        return torch.cat([prior[layer].expand(size) for layer, size in sizes])
-
-    def logdet(self, factor: Tensor, prior: Tensor) -> Tensor:
-        """``log det(factor * M + prior)``, differentiable in both."""
-        return stack(self._logdet(k, factor, prior) for k in range(len(self.blocks))).sum().to(self.space.device)
-
-    def _logdet(self, number: int, factor: Tensor, prior: Tensor) -> Tensor:
-        block = self.blocks[number]
-        factor, block_prior = (x.to(block.space.device) for x in (factor, self._prior_of(block, prior)))
-        if block_prior.ndim:
-            if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
-                values, vectors = psd_eigh(widen(block.to_dense()))
-                self._semidefinite[number] = matmul(vectors * values, vectors.mT)
-            matrix = factor * self._semidefinite[number] + block_prior.diag()
-            root, ok = try_cholesky(matrix)
-            if not bool(ok):
-                root = cholesky_with_jitter(matrix, f"the precision of {', '.join(block.space.names)}")
-            return 2 * root.diagonal().log().sum()
-        if number not in self._spectra:
-            self._spectra[number] = widen(block.eigenvalues()).clamp(min=0)
-        return (factor * self._spectra[number] + block_prior).log().sum()
-
-
-def positive(what: str, given: Any, device: torch.device) -> Tensor:
-    """A positive number, or several, as a tensor in the widest precision of the device."""
-    if not isinstance(given, Tensor | int | float) or isinstance(given, bool):
-        raise TypeError(f"{what}: expected a positive number or a tensor, found {given!r:.80}")
-    values = torch.as_tensor(given, dtype=widest(device.type), device=device)
-    if not bool(((values > 0) & (values < math.inf)).all()):
-        raise ValueError(f"{what}: expected positive, finite numbers, found {given}")
-    return values
-
-
-def noise_of(given: Any, device: torch.device) -> Tensor:
-    value = positive("noise", given, device)
-    if value.ndim:
-        raise ValueError(f"noise: expected a single number, found shape {tuple(value.shape)}")
-    return value
-
-
-def module_of(name: str) -> str:
-    """The name of the module that holds a parameter; that of the parameter where it is the model itself."""
-    return name.rpartition(".")[0] or name

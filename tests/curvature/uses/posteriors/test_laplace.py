@@ -145,9 +145,10 @@ def test_linear_regression_is_exact() -> None:
 def test_batches_and_reduction_do_not_matter() -> None:
     model, _, (x, y) = problem("classes")
     mean = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
-    parts = curvature.laplace(model, nn.CrossEntropyLoss(reduction="sum"), [(x[:3], y[:3]), (x[3:], y[3:])], "dense")
+    split = [(x[:3], y[:3]), (x[3:], y[3:])]
+    parts = curvature.laplace(model, nn.CrossEntropyLoss(reduction="sum"), split, "dense", prior=mean.prior)
     matches(mean.fit.total, parts.fit.total)
-    whole = curvature.laplace(model, nn.functional.cross_entropy, (x, y), "dense")
+    whole = curvature.laplace(model, nn.functional.cross_entropy, (x, y), "dense", prior=mean.prior)
     matches(parts.precision.to_dense(), whole.precision.to_dense())
 
 

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import torch
-from demo_race import Run
+from _demo_race import Run
 
 COLOURS = {"KFAC": "#0072B2", "SGD": "#D55E00", "AdamW": "#009E73"}  # told apart by colour-blind readers too
 PER_CLASS = 2  # images shown of each digit

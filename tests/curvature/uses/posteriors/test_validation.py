@@ -1,0 +1,146 @@
+"""Priors by held-out data, against a fine grid of dense matrices; priors for classes that need no data beside."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from curvature.uses.posteriors.search import golden_section, least_that_passes, one_by_one
+from optimizers import KFAC
+from support.cases.case import seeded
+from support.comparisons import matches
+from support.oracles.laplace import log_loss
+from support.training import train
+
+from .test_laplace import LABELS, both
+
+pytestmark = pytest.mark.fast
+
+
+def held_out(labels: str) -> tuple[Tensor, Tensor]:
+    with seeded(1):
+        return torch.randn(5, 3).double(), LABELS[labels][1]()
+
+
+def at(expected: Any, prior: float, noise: float | None) -> Any:
+    moved = copy.copy(expected)
+    moved.prior, moved.noise = torch.full_like(expected.prior, prior), noise
+    return moved
+
+
+@pytest.mark.parametrize("structure", ["kfac", "last_layer"])
+@pytest.mark.parametrize("labels", LABELS)
+def test_no_prior_of_a_fine_grid_has_a_lower_log_loss(structure: str, labels: str) -> None:
+    found, expected = both(structure, labels)
+    data = held_out(labels)
+    best = found.optimize_prior(validation=data)
+    noise = float(best.noise) if labels == "squares" else None
+    least = log_loss(at(expected, float(best.prior), noise), data)
+    scale = float(1 / expected.mean.square().mean())
+    for prior in (scale * torch.logspace(-3, 5, 161)).tolist():
+        assert least <= log_loss(at(expected, prior, noise), data) + 1e-3 * abs(least)
+    if noise is not None:
+        for other in (noise * torch.logspace(-1, 1, 81)).tolist():
+            assert least <= log_loss(at(expected, float(best.prior), other), data) + 1e-3 * abs(least)
+
+
+def test_the_log_loss_is_that_of_each_label() -> None:
+    for labels in LABELS:
+        found, expected = both("dense", labels)
+        data = held_out(labels)
+        ours = [found.with_prior(prior)._log_loss(data) for prior in (4.0, 20.0)]
+        exact = [log_loss(at(expected, prior, expected.noise), data) for prior in (4.0, 20.0)]
+        # differences, which have no constants of labels and pi
+        assert ours[0] - ours[1] == pytest.approx(exact[0] - exact[1], rel=1e-6), labels
+
+
+def test_priors_of_layers_are_no_worse_than_one_for_all() -> None:
+    found, expected = both("kfac", "classes")
+    data = held_out("classes")
+    one, each = (found.optimize_prior(validation=data, per_layer=flag) for flag in (False, True))
+    assert each.prior.shape == (2,) and one.prior.ndim == 0
+    assert each._log_loss(data) <= one._log_loss(data)
+    batches = [(data[0][:2], data[1][:2]), (data[0][2:], data[1][2:])]
+    matches(found.optimize_prior(validation=batches).prior, one.prior)
+
+
+def test_variances_of_heads_count_in_the_log_loss() -> None:
+    with seeded(0):
+        model, x, y = nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.randn(5, 1).double()
+    heads = curvature.laplace(model, nn.GaussianNLLLoss(eps=0.3), (x, y))
+    two = heads, heads.with_prior(9.0)
+    predicted = [posterior.predict(x) for posterior in two]
+    exact = [-torch.distributions.Normal(p.mean, p.variance.sqrt()).log_prob(y).sum() for p in predicted]
+    ours = [posterior._log_loss((x, y)) for posterior in two]
+    assert ours[0] - ours[1] == pytest.approx(float(exact[0] - exact[1]), rel=1e-6)
+
+
+def clusters() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    with seeded(0):
+        centres = 2 * torch.randn(4, 8)
+        y = torch.arange(200) % 4
+        data = centres[y] + torch.randn(200, 8), y
+        model = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 4))
+        train(model, KFAC(model), nn.CrossEntropyLoss(), *data, 40)
+    return model, data
+
+
+def confidence(p: Tensor) -> float:
+    return float(p.amax(1).mean())
+
+
+def test_by_default_classes_keep_the_networks_confidence_on_the_training_data() -> None:
+    model, (x, y) = clusters()
+    sure = confidence(model(x).softmax(1).detach())
+    for structure in ("kfac", "last_layer"):
+        found = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), structure)
+        by_default = confidence(found.predict(x).mean)
+        assert sure - 0.01 < by_default < sure
+        assert confidence(found.with_prior(found.prior / 10).predict(x).mean) < by_default - 0.003
+    ones = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 1))
+    with seeded(0):
+        train(ones, KFAC(ones), nn.BCEWithLogitsLoss(), x, (y[:, None] > 1).float(), 40)
+    p = curvature.laplace(ones, nn.BCEWithLogitsLoss(), (x, (y[:, None] > 1).float())).predict(x).mean
+    q = ones(x).sigmoid().detach()
+    assert 0 < float(torch.maximum(q, 1 - q).mean() - torch.maximum(p, 1 - p).mean()) < 0.01
+
+
+def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = clusters()
+    with caplog.at_level(logging.WARNING, "curvature"):
+        found = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
+        curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=float(found.prior))
+        found.optimize_prior(validation=(x, y))
+        assert not caplog.records
+        curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=1e-3)
+        found.optimize_prior()
+    assert len(caplog.records) == 2
+    assert all("mean confidence on the training data falls from 0.99" in line for line in caplog.messages)
+
+
+def test_what_a_search_needs_is_asked_for() -> None:
+    found, expected = both("kfac", "classes")
+    x, y = held_out("classes")
+    with pytest.raises(ValueError, match="not finite with any prior"):
+        found.optimize_prior(validation=(x * float("nan"), y))
+    with pytest.raises(TypeError, match="data: expected a pair"):
+        found.optimize_prior(validation=x)
+    wide = nn.Linear(2, 5000).double()
+    data = torch.randn(3, 2).double(), torch.arange(3)
+    with pytest.raises(ValueError, match=r"pass prior=\.\.\."):
+        curvature.laplace(wide, nn.CrossEntropyLoss(), data, "diagonal")
+    assert curvature.laplace(wide, nn.CrossEntropyLoss(), data, "diagonal", prior=2.0).prior == 2
+
+
+def test_searches_find_what_is_least() -> None:
+    x, value = golden_section(lambda x: (x - 0.3) ** 2, 0.0, 1.0)
+    assert abs(x - 0.3) < 0.03 and value < 1e-3
+    point = one_by_one(lambda p: (p[0] - 1) ** 2 + (p[1] + p[0]) ** 2, [0.0, 0.0], 1.0)
+    assert F.mse_loss(torch.tensor(point), torch.tensor([1.0, -1.0])) < 0.02
+    assert abs(least_that_passes(lambda x: x > 0.7, 0.0, 1.0) - 0.7) < 0.01
+    assert least_that_passes(lambda x: False, 0.0, 1.0) == 1.0
