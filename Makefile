@@ -20,7 +20,7 @@ BIN := .venv/bin
 # Of some hundred megabytes of Python most is never imported: what is, is compiled then, and kept. Without that every
 # process of a test would compile torch again, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --prefer-binary -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --prefer-binary -c constraints.txt
 
 # One thread per test process: two processes with a thread pool each would fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -136,7 +136,7 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
 	SITE=site $(BIN)/python -m pytest -q tests/repository/test_site.py
 
-# sdist and wheel, and the wheel in an empty environment. VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and
+# sdist and wheel, and the wheel in an empty environment, as users install it: with the newest torch. VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and
 # torch there (none: the newest), with the fast tests.
 package: .venv/test.stamp
 	$(BIN)/python tests/support/versions.py $(VERSIONS)
@@ -149,6 +149,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e ".[$*]"
-	$(if $(filter bench,$*),$(PIP) --no-deps $(ALONE))
+	@echo "Installing what \`$*\` needs into .venv (once)"
+	@$(PIP) -e ".[$*]"
+	@$(if $(filter bench,$*),$(PIP) --no-deps $(ALONE))
 	@touch $@

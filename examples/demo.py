@@ -82,12 +82,13 @@ def by_time(runs: Sequence[Run], steps: int) -> str:
         [f"{seconds:.2f} s" for seconds in ends],
         {run.name: [run.at_time(seconds) for seconds in ends] for run in runs},
     )
-    parts = []
+    said: dict[str, list[str]] = {}
     for seconds in ends:
         is_ahead = {run.kind: first.at_time(seconds) < run.at_time(seconds) for run in rivals}
         ahead, behind = ([kind for kind, one in is_ahead.items() if one is which] for which in (True, False))
         words = [f"{word} {' and '.join(kinds)}" for word, kinds in (("ahead of", ahead), ("behind", behind)) if kinds]
-        parts.append(f"after {seconds:.2f} s {', '.join(words)}")
+        said.setdefault(", ".join(words), []).append(f"{seconds:.2f} s")
+    parts = [f"{words} after {' and after '.join(times)}" for words, times in said.items()]
     price = first.seconds / first.steps / (rivals[0].seconds / rivals[0].steps)
     return f"{text}\nA KFAC step takes {price:.1f} times as long as one of SGD. KFAC is {'; '.join(parts)}."
 

@@ -6,6 +6,7 @@ In: a model, and a training loop that calls ``step``. Out: updated parameters. E
 
 from typing import TYPE_CHECKING
 
+from curvature import __version__ as __version__
 from curvature.lazy import on_first_use
 
 if TYPE_CHECKING:

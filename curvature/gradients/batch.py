@@ -218,9 +218,10 @@ class Batch:
 
     def for_loss(self, output: Any) -> Any:
         """What the loss takes of the model's output."""
-        if type(output) is Tensor or not self.takes_logits:
-            return output
-        return join_heads(self.loss, logits(output))
+        if type(output) is not Tensor and self.takes_logits:
+            output = join_heads(self.loss, logits(output))
+        require_classes_first(self.loss, output, self.y)
+        return output
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of the batch; ValueError where it reads more than the logits of the output."""
@@ -279,6 +280,20 @@ class Batch:
 
 class OtherShapeAlone(ValueError):
     """The output of a sample alone has another shape than its part of the batch's."""
+
+
+def require_classes_first(loss: Loss, output: Any, y: Any) -> None:
+    """Refuse what torch takes no class of: logits (N, T, C), as language models return them, with labels (N, T)."""
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(output, Tensor):
+        return
+    if not isinstance(y, Tensor) or y.is_floating_point() or output.ndim < 3 or output.shape[:-1] != y.shape:
+        return
+    if (len(output), *output.shape[2:]) != y.shape:
+        raise ValueError(
+            f"loss: the output {tuple(output.shape)} has its classes on the last axis, and {type(loss).__name__} takes "
+            f"them from axis 1 beside labels {tuple(y.shape)}; pass "
+            "lambda output, y: torch.nn.functional.cross_entropy(output.movedim(-1, 1), y)"
+        )
 
 
 def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:

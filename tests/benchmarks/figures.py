@@ -248,11 +248,11 @@ def peers() -> str:
         row = next(row for row in cases.rows if row[0].startswith(f"{peer} ") and case in row[1])
         of_call = next(part for part in row[2].split("; ") if part.lstrip("`").startswith(call))
         rows.append([row[0].split("+")[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
-    table = markdown(Table(["package", "also in this package", "silently wrong there"], rows))
+    table = markdown(Table(["package", "what this package has of it", "silently wrong there"], rows))
     cases_run = len({run["case"] for run in runs_of("silently_wrong")["results"]})
     return (
-        f"{table}\nThis package was right in {right} of {calls} calls, on {cases_run} cases, and refused the other "
-        f"{refused} by name.\n"
+        f"{table}\nThis package gave the right number in {right} of {calls} calls ({cases_run} cases) and raised an "
+        f"error that names the cause in {refused}.\n"
     )
 
 

@@ -70,10 +70,12 @@ def trained(name: str, by: str, seed: int, data: Data) -> nn.Module:
 
 def peer(model: nn.Module, train: Data, validation: Data) -> Callable[[Tensor], Tensor]:
     loaders = [DataLoader(TensorDataset(*data), batch_size=512) for data in (train, validation)]
-    found = Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
-    found.fit(loaders[0])
-    found.optimize_prior_precision(method="gridsearch", pred_type="glm", link_approx="probit", val_loader=loaders[1])
-    return lambda x: found(x, pred_type="glm", link_approx="probit")
+    posterior = Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
+    posterior.fit(loaders[0])
+    posterior.optimize_prior_precision(
+        method="gridsearch", pred_type="glm", link_approx="probit", val_loader=loaders[1]
+    )
+    return lambda x: posterior(x, pred_type="glm", link_approx="probit")
 
 
 def measured(name: str, by: str, seed: int) -> list[float]:

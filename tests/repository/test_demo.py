@@ -55,13 +55,13 @@ def test_sentences_say_what_the_numbers_say(demo: ModuleType) -> None:
     assert demo.by_step(runs, [1, 2]).endswith(
         "KFAC needs more than all its steps for what SGD reaches in 2, and 1 steps for what AdamW reaches in 2."
     )
-    assert demo.by_time(runs, 2).endswith("KFAC is after 2.00 s ahead of AdamW, behind SGD.")
+    assert demo.by_time(runs, 2).endswith("KFAC is ahead of AdamW, behind SGD after 2.00 s.")
 
 
 def test_a_diverged_rival_is_reported(demo: ModuleType) -> None:
     runs = [run_of(demo, "KFAC", 5.0, 2.0), run_of(demo, "SGD", 4.0, math.inf), run_of(demo, "AdamW", 7.0, 6.0)]
     assert "diverged" in demo.by_step(runs, [1, 2])
-    assert demo.by_time(runs, 2).endswith("after 2.00 s ahead of SGD and AdamW.")
+    assert demo.by_time(runs, 2).endswith("ahead of SGD and AdamW after 2.00 s.")
 
 
 @pytest.mark.parametrize(

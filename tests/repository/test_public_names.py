@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -40,6 +41,15 @@ def test_names_are_found_listed_and_nothing_else_is(package: str):
             getattr(module, name)
     with pytest.raises(ImportError, match="cannot import name 'KFACC'"):
         exec(f"from {package} import KFACC")
+
+
+def test_both_packages_have_the_version_of_the_distribution_and_the_changelog() -> None:
+    import curvature
+    import optimizers
+
+    assert optimizers.__version__ is curvature.__version__
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert newest and newest[1] == curvature.__version__
 
 
 def test_optimizers_load_no_more_of_curvature_than_they_need():

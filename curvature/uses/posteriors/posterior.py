@@ -326,9 +326,8 @@ class LaplacePosterior:
         losses: list[Tensor] = []
 
         def visit(f: Tensor, covariance: Tensor, y: Any) -> None:
-            wide = widen(f)
-            own = self.fit.labels.log_loss(self.fit.loss, wide, variances(wide, covariance), y, self.noise)
-            losses.append(own)
+            summed = self.fit.labels.log_loss(self.fit.loss, f, variances(f, covariance), y, self.noise)
+            losses.append(widen(summed))
 
         self.each(data, visit)
         total = float(torch.stack(losses).sum())

@@ -36,9 +36,9 @@ def at(expected: Any, prior: float, noise: float | None) -> Any:
 @pytest.mark.parametrize("structure", ["kfac", "last_layer"])
 @pytest.mark.parametrize("labels", LABELS)
 def test_no_prior_of_a_fine_grid_has_a_lower_log_loss(structure: str, labels: str) -> None:
-    found, expected = both(structure, labels)
+    posterior, expected = both(structure, labels)
     data = held_out(labels)
-    best = found.optimize_prior(validation=data)
+    best = posterior.optimize_prior(validation=data)
     noise = float(best.noise) if labels == "squares" else None
     least = log_loss(at(expected, float(best.prior), noise), data)
     scale = float(1 / expected.mean.square().mean())
@@ -51,22 +51,22 @@ def test_no_prior_of_a_fine_grid_has_a_lower_log_loss(structure: str, labels: st
 
 def test_the_log_loss_is_that_of_each_label() -> None:
     for labels in LABELS:
-        found, expected = both("dense", labels)
+        posterior, expected = both("dense", labels)
         data = held_out(labels)
-        ours = [found.with_prior(prior)._log_loss(data) for prior in (4.0, 20.0)]
+        ours = [posterior.with_prior(prior)._log_loss(data) for prior in (4.0, 20.0)]
         exact = [log_loss(at(expected, prior, expected.noise), data) for prior in (4.0, 20.0)]
         # differences, which have no constants of labels and pi
         assert ours[0] - ours[1] == pytest.approx(exact[0] - exact[1], rel=1e-6), labels
 
 
 def test_priors_of_layers_are_no_worse_than_one_for_all() -> None:
-    found, expected = both("kfac", "classes")
+    posterior, expected = both("kfac", "classes")
     data = held_out("classes")
-    one, each = (found.optimize_prior(validation=data, per_layer=flag) for flag in (False, True))
+    one, each = (posterior.optimize_prior(validation=data, per_layer=flag) for flag in (False, True))
     assert each.prior.shape == (2,) and one.prior.ndim == 0
     assert each._log_loss(data) <= one._log_loss(data)
     batches = [(data[0][:2], data[1][:2]), (data[0][2:], data[1][2:])]
-    matches(found.optimize_prior(validation=batches).prior, one.prior)
+    matches(posterior.optimize_prior(validation=batches).prior, one.prior)
 
 
 def test_variances_of_heads_count_in_the_log_loss() -> None:
@@ -98,10 +98,10 @@ def test_by_default_classes_keep_the_networks_confidence_on_the_training_data() 
     model, (x, y) = clusters()
     sure = confidence(model(x).softmax(1).detach())
     for structure in ("kfac", "last_layer"):
-        found = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), structure)
-        by_default = confidence(found.predict(x).mean)
+        posterior = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), structure)
+        by_default = confidence(posterior.predict(x).mean)
         assert sure - 0.01 < by_default < sure
-        assert confidence(found.with_prior(found.prior / 10).predict(x).mean) < by_default - 0.003
+        assert confidence(posterior.with_prior(posterior.prior / 10).predict(x).mean) < by_default - 0.003
     ones = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 1))
     with seeded(0):
         train(ones, KFAC(ones), nn.BCEWithLogitsLoss(), x, (y[:, None] > 1).float(), 40)
@@ -113,23 +113,30 @@ def test_by_default_classes_keep_the_networks_confidence_on_the_training_data() 
 def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     model, (x, y) = clusters()
     with caplog.at_level(logging.WARNING, "curvature"):
-        found = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
-        curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=float(found.prior))
-        found.optimize_prior(validation=(x, y))
+        posterior = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
+        curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=float(posterior.prior))
+        posterior.optimize_prior(validation=(x, y))
         assert not caplog.records
         curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=1e-3)
-        found.optimize_prior()
+        posterior.optimize_prior()
     assert len(caplog.records) == 2
     assert all("mean confidence on the training data falls from 0.99" in line for line in caplog.messages)
 
 
+def test_weights_of_classes_may_be_in_single_precision() -> None:
+    model, (x, y) = clusters()
+    weighted = curvature.laplace(model, nn.CrossEntropyLoss(weight=torch.arange(4).float()), (x, y))
+    best = weighted.optimize_prior(validation=(x, y))
+    assert best._log_loss((x, y)) <= weighted._log_loss((x, y))
+
+
 def test_what_a_search_needs_is_asked_for() -> None:
-    found, expected = both("kfac", "classes")
+    posterior, expected = both("kfac", "classes")
     x, y = held_out("classes")
     with pytest.raises(ValueError, match="not finite with any prior"):
-        found.optimize_prior(validation=(x * float("nan"), y))
+        posterior.optimize_prior(validation=(x * float("nan"), y))
     with pytest.raises(TypeError, match="data: expected a pair"):
-        found.optimize_prior(validation=x)
+        posterior.optimize_prior(validation=x)
     wide = nn.Linear(2, 5000).double()
     data = torch.randn(3, 2).double(), torch.arange(3)
     with pytest.raises(ValueError, match=r"pass prior=\.\.\."):
