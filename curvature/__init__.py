@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from curvature.lazy import on_first_use
+from curvature.lazy import VERSION, on_first_use
 
 if TYPE_CHECKING:
     from curvature.public import *  # noqa: F403
 
-__version__ = "1.0.0"
+__version__ = VERSION
 __getattr__, __dir__ = on_first_use(__name__)

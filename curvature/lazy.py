@@ -8,7 +8,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["on_first_use"]
+__all__ = ["VERSION", "on_first_use"]
+VERSION = "1.0.0"  # of both packages
 
 
 def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -6,10 +6,10 @@ In: a model, and a training loop that calls ``step``. Out: updated parameters. E
 
 from typing import TYPE_CHECKING
 
-from curvature import __version__ as __version__
-from curvature.lazy import on_first_use
+from curvature.lazy import VERSION, on_first_use
 
 if TYPE_CHECKING:
     from optimizers.public import *  # noqa: F403
 
+__version__ = VERSION
 __getattr__, __dir__ = on_first_use(__name__)

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -384,7 +383,7 @@ class PoissonLabel(LabelDistribution):
         return Prediction(rate, rate + variance.expm1() * rate.square())
 
     def log_loss(self, loss: Any, f: Tensor, variance: Tensor, target: Any, noise: Tensor) -> Tensor:
-        nodes, weights = (torch.as_tensor(values).to(f) for values in np.polynomial.hermite_e.hermegauss(NODES))
+        nodes, weights = (values.to(f) for values in _normal_quadrature())
         at = (..., *[None] * f.ndim)
         rates = f + variance.sqrt() * nodes[at]
         return -(weights.log()[at] + target * rates - rates.exp()).logsumexp(0).sum()
@@ -417,6 +416,13 @@ class NormalHeadsLabel(LabelDistribution):
 def _shrunk(f: Tensor, variance: Tensor) -> Tensor:
     """The logits of a class whose logit is normal."""
     return f / (1 + math.pi / 8 * variance).sqrt()
+
+
+def _normal_quadrature() -> tuple[Tensor, Tensor]:
+    """Nodes and weights that integrate over a standard normal variable (Golub & Welsch 1969)."""
+    beside = torch.arange(1, NODES, dtype=torch.float64).sqrt()
+    nodes, vectors = torch.linalg.eigh(beside.diag(1) + beside.diag(-1))
+    return nodes, vectors[0].square()
 
 
 def _normal_log_loss(label: Prediction, target: Tensor) -> Tensor:
