@@ -420,7 +420,7 @@ def _shrunk(f: Tensor, variance: Tensor) -> Tensor:
 
 def _normal_quadrature() -> tuple[Tensor, Tensor]:
     """Nodes and weights that integrate over a standard normal variable (Golub & Welsch 1969)."""
-    beside = torch.arange(1, NODES, dtype=torch.float64).sqrt()
+    beside = torch.arange(1, NODES, dtype=torch.float64, device="cpu").sqrt()
     nodes, vectors = torch.linalg.eigh(beside.diag(1) + beside.diag(-1))
     return nodes, vectors[0].square()
 

@@ -72,16 +72,15 @@ def laplace(
         structure: of G: "kfac" (Kronecker factors by layer), "diagonal", "dense" (exact: P^2 numbers, or the rows and
             M^2 numbers for samples times outputs M < P), or "last_layer" (dense over the parameters of the last module
             that the forward pass reads parameters of; all others stay fixed).
-        prior: precision, in 1 / parameter^2: a number, one for each layer as a tensor, or by the layer's name
-            (``posterior.layers``). By default 1; for classes a cautious one, the least by which the mean confidence on
-            up to 128 samples of the first batch falls by no more than 0.003. Of classes, a warning is logged where a
-            given prior lowers it by half.
+        prior: precision, in 1 / parameter^2: a number, or one for each layer (a tensor, or by ``posterior.layers``). By
+            default 1; for classes the least by which the mean confidence on up to 128 samples of the first batch falls
+            by no more than 0.003. A warning is logged where a given prior lowers it by half.
         noise: standard deviation of the labels around the output, in their units; only for ``MSELoss``, by default 1.
 
     Raises:
         ValueError: the loss has no likelihood here, the structure is unknown, prior or noise are not positive, there
             are no data or an empty batch, samples are not independent, the forward pass draws random numbers, or no
-            prior is given and the outputs of a sample are too many (thousands) to choose one.
+            prior is given for thousands of outputs.
         TypeError: an argument of the wrong kind.
     """
     summed, labels = labels_of(loss)
@@ -104,11 +103,18 @@ def laplace(
     fit = replace(fit, total=fit.total.to(home), count=fit.count.to(home))
     given = curvature.prior(1.0 if prior is None else prior)
     posterior = LaplacePosterior(model, fit, curvature, mean, given, sigma.to(home))
-    if prior is not None:
+    return judged(posterior, is_given=prior is not None)
+
+
+def judged(posterior: LaplacePosterior, is_given: bool) -> LaplacePosterior:
+    """With a default prior, or a warning about one that was given."""
+    if is_given:
         posterior.warn_if_unsure()
-    elif fit.sure is not None:
-        return posterior.with_cautious_prior(fit.sure)
-    elif isinstance(labels, ClassLabel):
+        return posterior
+    sure = posterior.fit.sure
+    if sure is not None:
+        return posterior.with_cautious_prior(sure)
+    if isinstance(posterior.fit.labels, ClassLabel):
         raise ValueError(f"prior: samples have {MOST_OUTPUTS} outputs or more, too many to choose one; pass prior=...")
     return posterior
 

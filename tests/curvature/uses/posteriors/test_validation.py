@@ -15,9 +15,8 @@ from optimizers import KFAC
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.oracles.laplace import log_loss
+from support.posteriors import LABELS, both
 from support.training import train
-
-from .test_laplace import LABELS, both
 
 pytestmark = pytest.mark.fast
 
