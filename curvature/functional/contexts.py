@@ -16,9 +16,12 @@ Table = Mapping[Callable[..., Any], Callable[..., Any]]  # functions of torch, a
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """A context in which bags of embeddings have second derivatives; so has attention below ``SDPBackend.MATH``."""
+    """A context in which bags of embeddings have second derivatives; so has attention below ``SDPBackend.MATH``.
 
-    formulas: ClassVar[Table] = {F.embedding_bag: formulas.embedding_bag}
+    Those of torch's kernel of weight normalization are wrong: a Hessian through it is not symmetric.
+    """
+
+    formulas: ClassVar[Table] = {F.embedding_bag: formulas.embedding_bag, torch._weight_norm: formulas.weight_norm}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.formulas.get(func, func)(*args, **(kwargs or {}))

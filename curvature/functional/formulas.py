@@ -189,6 +189,10 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(input > 0, input, weight * input)
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 def flat_bags(input: Tensor, offsets: Any, bags: int, include_last_offset: bool) -> tuple[Tensor, Tensor]:
     """The looked-up rows and their bags, both (number of look-ups,)."""
     if input.ndim == 2:

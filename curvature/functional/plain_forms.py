@@ -54,8 +54,6 @@ def _has_bias_alone(
 
 PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT,
-    # the fused kernel has wrong second derivatives: a Hessian through it is not symmetric
-    torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
     F.scaled_dot_product_attention: _attention,
     F.layer_norm: _layer_norm,
 }

@@ -219,6 +219,8 @@ def _states_before(state: Sequence[Tensor], after: Sequence[Tensor]) -> State:
 
 def _differentiable(step: Step, inputs: list[Any], gradients: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of the loop of torch functions, which can be differentiated again."""
+    # views, since the first state, or the gates, may depend on the weight: by an earlier call of the layer
+    inputs = [x if x is None else x.view_as(x) for x in inputs]
     gates, weight, bias, *state = inputs
     outputs, last = _loop(step, gates, tuple(state), lambda h: F.linear(h, weight, bias))
     leaves = [x for x in inputs if x is not None and x.requires_grad]

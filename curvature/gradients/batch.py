@@ -38,6 +38,7 @@ from curvature.recording import (
 )
 
 log = logging.getLogger("curvature")
+SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Function = TypeVar("Function", bound=Callable[..., Any])
 BEFORE_Y = 3  # arguments: model, loss, and x or data
 SampleDim = int | tuple[int, int, int]  # the axis of the samples: of all, or of inputs, output and target
@@ -132,6 +133,10 @@ class Batch:
                 "x: found a nested tensor, of which no sample can be cut out; pass a padded tensor with a mask "
                 "(torch.nested.to_padded_tensor), or a PackedSequence"
             )
+        if sparse := next((t.layout for t in tensors_in(x, y) if t.layout in SPARSE), None):
+            raise TypeError(
+                f"x: found a sparse tensor ({sparse}), of which no sample can be cut out; pass x.to_dense()"
+            )
         dims = _from_front(dims, model, x, y) if min(dims) < 0 else dims
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
@@ -147,6 +152,11 @@ class Batch:
                 hint = "; a single sample needs x[None] and y[None]" if t.ndim <= dims[2] else ""
                 if isinstance(x, tuple) and isinstance(y, tuple) and len(x) == len(y) == 2:
                     hint += "; several batches are a list [(x, y), (x, y)], and no tuple"
+                if isinstance(x, list):
+                    hint += (
+                        f"; x is a list of {len(x)}: a batch is one tensor with an axis of samples: pad what differs "
+                        "in size and stack it, or pass batches of one: [(a[None], b[None]) for a, b in zip(x, y)]"
+                    )
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{hint}")
         if isinstance(y, np.ndarray):
             raise TypeError(f"y: expected a tensor, found {kind_of(y)}")

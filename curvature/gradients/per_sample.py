@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,12 +46,18 @@ def _for_logits_or_whole(run: Run) -> Run:
     def wrapper(batch: Batch, *args: Any) -> Any:
         try:
             return run(batch, *args)
-        except AttributeError:
-            if not batch.takes_logits:
+        except AttributeError as error:
+            if not batch.takes_logits or _is_of(error, batch.model):
                 raise
             return run(replace(batch, takes_logits=False), *args)
 
     return cast("Run", wrapper)
+
+
+def _is_of(error: BaseException, model: nn.Module) -> bool:
+    """Whether the error comes from a call of the model."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_locals.get("self") is model for frame in frames)
 
 
 @either_form

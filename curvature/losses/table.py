@@ -48,8 +48,9 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
 
 def resolve(loss: Loss) -> Loss:
     """The loss as a callable of (output, target) in the form that this package knows; TypeError if it is none."""
-    if not callable(loss):
-        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
+    if isinstance(loss, type) or not callable(loss):
+        what = f"the class {loss.__name__}: pass {loss.__name__}()" if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {what}")
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:

@@ -173,7 +173,7 @@ def gauss_newton(
     Arguments, errors and the operator that it returns are those of `fisher`. Source: Schraudolph 2002,
     doi:10.1162/08997660260028683.
     """
-    if loss is not None and isinstance(resolve(loss), FLAT):
+    if loss is not None and isinstance(resolve(loss), FLAT) and getattr(loss, "p", 1) == 1:  # hinges may be squared
         warn_once(LINEAR, type(resolve(loss)).__name__)
     return fisher(model, loss, data, Curved(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 

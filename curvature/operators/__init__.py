@@ -7,7 +7,7 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
+from curvature.operators.block_diagonal import BlockDiagonal, Curvature, Diagonal, RowBlocks, as_operator
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.estimators import Estimate, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
@@ -27,10 +27,9 @@ from curvature.operators.storage import read, restore
 from curvature.operators.stored import blocks_of, in_memory, load
 
 __all__ = [
-    "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",
-    "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
-    "blocks_of", "conjugate_gradient", "flat_parameters",
-    "in_memory", "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge",
-    "quadratic_penalty", "read", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
-    "xtrace",
+    "BlockDiagonal", "Curvature", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker",
+    "MatrixFree", "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum",
+    "Tridiagonal", "as_operator", "blocks_of", "conjugate_gradient", "flat_parameters", "in_memory", "lanczos",
+    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty", "read",
+    "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -239,6 +239,13 @@ class Operator(ABC):
         products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
         return scipy.sparse.linalg.LinearOperator(self.shape, dtype=name, **products)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """`to_dense` as an array of its own, for NumPy; ValueError with ``copy=False``, since it has to be made."""
+        if copy is False:
+            raise ValueError("an operator has no array to share: leave out copy=False")
+        array = self.to_dense().detach().cpu().numpy()
+        return array.astype(array.dtype if dtype is None else dtype)
+
     def state(self) -> dict[str, Any]:
         """Tensors, numbers, strings and lists of them, for `save`.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
-from curvature.operators.space import Space, require_dense_size
+from curvature.operators.space import Named, Space, require_dense_size
+
+Curvature = Operator | Named  # a matrix, or a diagonal by parameter
 
 
 class Diagonal(Operator):
@@ -257,3 +259,20 @@ class RowBlocks(Blocks):
 
     def _details(self) -> list[str]:
         return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
+
+
+def as_operator(K: Curvature) -> Operator:
+    """An operator as it is, and as a matrix the diagonal that `fisher_diagonal` gives as tensors by parameter.
+
+    Raises:
+        TypeError: neither of these.
+    """
+    if isinstance(K, Operator):
+        return K
+    if not isinstance(K, Mapping) or not K or not all(isinstance(x, Tensor) for x in K.values()):
+        raise TypeError(
+            "curvature: expected an operator, as curvature.kfac(...) gives, or a diagonal as tensors by parameter "
+            f"name, as curvature.fisher_diagonal(...) gives, found a {type(K).__name__}"
+        )
+    space = Space.of(K)
+    return BlockDiagonal(space, [Diagonal(space.subspace([name]), x.detach().flatten()) for name, x in K.items()])

@@ -12,6 +12,7 @@ from torch import Tensor
 from curvature.arguments import check_whole
 from curvature.linalg import copy_to_host_async
 from curvature.operators.base import Given, Operator
+from curvature.operators.block_diagonal import Curvature, as_operator
 
 Preconditioner = Operator | Callable[[Tensor], Tensor]
 # Stop when the relative progress per iteration is smaller, over this window or a tenth of all iterations.
@@ -21,7 +22,7 @@ ITERATIONS_AHEAD = 2  # of an accelerator, that the host issues before it looks 
 
 
 def conjugate_gradient(
-    op: Operator,
+    op: Curvature,
     v: Given,
     damping: float = 0.0,
     *,
@@ -49,6 +50,7 @@ def conjugate_gradient(
         ValueError: the iteration met a direction of non-positive curvature, or rtol is below the rounding.
         RuntimeError: no convergence; the message gives the residual reached.
     """
+    op = as_operator(op)
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     if not rtol >= (eps := torch.finfo(op.space.dtype).eps):
         raise ValueError(f"rtol: expected at least {eps:.2g}, the rounding of {op.space.dtype}, found {rtol}")

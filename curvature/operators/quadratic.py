@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from curvature.operators.base import Operator, Sum
-from curvature.operators.block_diagonal import BlockDiagonal
+from curvature.operators.block_diagonal import BlockDiagonal, Curvature, as_operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
 from curvature.operators.space import MAX_DIRECT_SIZE, Space
 
 Parameters = nn.Module | Mapping[str, Tensor]
 
 
-def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Tensor]:
+def quadratic_penalty(K: Curvature, at: Parameters) -> Callable[[Parameters], Tensor]:
     """A function of the parameters: ``1/2 (theta - at)^T K (theta - at)``, a term to add to a loss.
 
     With K the Fisher matrix of an earlier task and `at` its solution this is elastic weight consolidation (Kirkpatrick
@@ -26,8 +26,9 @@ def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Ten
     arXiv:1805.07810.
 
     Args:
-        K: any operator, in units of loss / parameter^2. One that goes over the data at every product (`fisher`,
-            `hessian`) refuses a model that has changed since: give ``K.materialise()``.
+        K: any operator, or a diagonal by parameter name (`fisher_diagonal`), in units of loss / parameter^2. An
+            operator that goes over the data at every product (`fisher`, `hessian`) refuses a model that has changed
+            since: give ``K.materialise()``.
         at: a model, or tensors by name; copied.
 
     Returns:
@@ -39,11 +40,12 @@ def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Ten
         KeyError: a parameter of K is missing; also from the function.
         ValueError: a shape, dtype or device differs from that of K; likewise.
     """
+    K = as_operator(K)
     centre = flat_parameters(K.space, at).detach()
     return lambda parameters: _HalfSquare.apply(K, flat_parameters(K.space, parameters) - centre)
 
 
-def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping: float = 0.0) -> dict[str, Tensor]:
+def merge(models: Sequence[Parameters], curvatures: Sequence[Curvature], damping: float = 0.0) -> dict[str, Tensor]:
     """The parameters that minimise the sum of the models' quadratic losses: ``(sum K_i)^-1 sum K_i theta_i``.
 
     Fisher merging (Matena and Raffel 2022, arXiv:2111.09832), for any structure of K; the weight of a model
@@ -51,7 +53,7 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
 
     Args:
         models: models, or tensors by name.
-        curvatures: K_i, one for each model, over the same parameters.
+        curvatures: K_i, operators or diagonals by parameter name, one for each model, over the same parameters.
         damping: added to each K_i, in units of loss / parameter^2. As it grows, the result becomes the plain average,
             which directions without curvature take at any damping.
 
@@ -68,9 +70,10 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
     """
     if not models or len(models) != len(curvatures):
         raise ValueError(f"expected one curvature for each model, found {len(models)} and {len(curvatures)}")
-    total, space = reduce(add, curvatures), curvatures[0].space
+    matrices = list(map(as_operator, curvatures))
+    total, space = reduce(add, matrices), matrices[0].space
     pull = torch.zeros(space.size, dtype=space.dtype, device=space.device)
-    for K, model in zip(curvatures, models, strict=True):
+    for K, model in zip(matrices, models, strict=True):
         theta = flat_parameters(space, model).detach()
         pull = pull + K @ theta + damping * theta
     return space.split(_solve(total, pull, damping * len(models)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvature.arguments import check_whole
 from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, largest_eigenpairs, symmetric_eigh
 from curvature.operators.base import Operator
+from curvature.operators.block_diagonal import Curvature, as_operator
 from curvature.operators.estimators import Estimate, mean_estimate
 
 MAX_BASIS_ENTRIES = 2**28  # entries of the bases of starts that run together
@@ -35,7 +36,9 @@ class Tridiagonal(NamedTuple):
         return self.diagonal.diag_embed() + beta.diag_embed(1) + beta.diag_embed(-1)
 
 
-def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.Generator | None = None) -> Tridiagonal:
+def lanczos(
+    op: Curvature, k: int, start: Tensor | None = None, generator: torch.Generator | None = None
+) -> Tridiagonal:
     """k Lanczos steps with full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10).
 
     If M maps the span of the basis into itself, a random orthogonal vector continues it, so that k = P gives all
@@ -50,6 +53,7 @@ def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.
     Raises:
         ValueError: k is not positive, or the start is zero or has a wrong shape.
     """
+    op = as_operator(op)
     generator = generator or op.space.generator()
     first = op.space.normal(1, generator) if start is None else op.space.checked(start, (op.space.size,), "start")
     with op._one_call():
@@ -58,7 +62,7 @@ def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.
 
 
 def lanczos_eigenvalues(
-    op: Operator,
+    op: Curvature,
     k: int,
     *,
     rtol: float | None = None,
@@ -73,7 +77,7 @@ def lanczos_eigenvalues(
 
 
 def lanczos_eigenpairs(
-    op: Operator,
+    op: Curvature,
     k: int,
     *,
     rtol: float | None = None,
@@ -96,6 +100,7 @@ def lanczos_eigenpairs(
         ValueError: k is not between 1 and P.
         RuntimeError: no convergence within ``max_products``.
     """
+    op = as_operator(op)
     check_whole("k", k)
     if not 1 <= k <= op.space.size:
         raise ValueError(f"a matrix with {op.space.size} rows has no {k} largest eigenvalues")
@@ -104,7 +109,7 @@ def lanczos_eigenpairs(
 
 
 def spectral_density(
-    op: Operator,
+    op: Curvature,
     vectors: int = 10,
     steps: int = 80,
     *,
@@ -129,6 +134,7 @@ def spectral_density(
     Raises:
         ValueError: no vectors or no steps, or a width that is not positive.
     """
+    op = as_operator(op)
     if width is not None and not width > 0:
         raise ValueError(f"width: expected a positive standard deviation, found {width}")
     nodes, weights = _quadrature(op, vectors, steps, generator)
@@ -146,7 +152,7 @@ def spectral_density(
 
 
 def lanczos_logdet(
-    op: Operator, damping: float = 0.0, k: int = 10, steps: int = 80, *, generator: torch.Generator | None = None
+    op: Curvature, damping: float = 0.0, k: int = 10, steps: int = 80, *, generator: torch.Generator | None = None
 ) -> Estimate:
     """``log det(M + damping I)`` by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017, doi:10.1137/16M1104974).
 
@@ -163,6 +169,7 @@ def lanczos_logdet(
     Raises:
         ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.
     """
+    op = as_operator(op)
     check_whole("k", k)
     if k < 2:
         raise ValueError(f"lanczos_logdet needs at least two starts, found k={k}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from curvature.operators import EigenKronecker, Kronecker, Operator
+from curvature.operators import Curvature, EigenKronecker, Kronecker, Operator, as_operator
 from curvature.plots.style import COLOURS, CURVATURE_UNIT, Array, axes_grid, axes_or_new, layers_of, spans_of, to_array
 
 COLOUR_MAP = "RdBu_r"
@@ -24,7 +24,7 @@ MAX_GROUPS = 16  # of a layer; more are not distinguishable
 MAX_LAYERS = 40  # in one figure
 
 
-def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
+def matrix(M: Curvature | Tensor, ax: Axes | None = None) -> Axes:
     """A heat map of a matrix, with the boundaries and names of the layers.
 
     Colours are logarithmic down to a hundredth of the largest entry and linear below. If there are more entries than
@@ -34,7 +34,8 @@ def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
     ``plots.matrix(G).images[0].set_norm(matplotlib.colors.CenteredNorm())``.
 
     Args:
-        M: an operator, which is made dense, or a two-dimensional tensor, which has no names.
+        M: an operator, which is made dense, a diagonal by parameter name (`fisher_diagonal`), or a two-dimensional
+            tensor, which has no names.
         ax: axes to draw into; None for a new figure.
 
     Returns:
@@ -44,6 +45,7 @@ def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
         TypeError: neither an operator nor a tensor, or not axes.
         ValueError: not two-dimensional, entries that are not finite, or too large to make dense.
     """
+    M = as_operator(M) if isinstance(M, Mapping) else M
     entries = _entries(M, "M")
     ax = axes_or_new(ax)
     image = _image(ax, entries, _logarithmic(_largest(entries)))
@@ -89,13 +91,14 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
     return axes
 
 
-def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: Any = None) -> NDArray[Any]:
+def comparison(exact: Curvature | Tensor, approximation: Curvature | Tensor, ax: Any = None) -> NDArray[Any]:
     """A matrix, its approximation and their difference side by side, on a common colour scale as in `matrix`.
 
     The title of the difference gives ``|approximation - exact| / |exact|`` in Frobenius norm.
 
     Args:
-        exact: an operator or a two-dimensional tensor, for example a block of ``curvature.fisher_blocks``.
+        exact: an operator, a diagonal by parameter name, or a two-dimensional tensor, for example a block of
+            ``curvature.fisher_blocks``.
         approximation: likewise, for example the same block of ``curvature.kfac``.
         ax: three axes of one figure; None for a new figure.
 
@@ -107,6 +110,7 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
         ValueError: different shapes or parameters, entries that are not finite, not three axes, or axes of several
             figures.
     """
+    exact, approximation = (as_operator(M) if isinstance(M, Mapping) else M for M in (exact, approximation))
     one, other = _entries(exact, "exact"), _entries(approximation, "approximation")
     if one.shape != other.shape:
         raise ValueError(f"expected two matrices of one shape, found {one.shape} and {other.shape}")

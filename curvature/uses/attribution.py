@@ -22,7 +22,17 @@ from curvature.kronecker import Basis, Scheme
 from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
-from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, blocks_of, two_sided
+from curvature.operators import (
+    BlockDiagonal,
+    Curvature,
+    EigenKronecker,
+    Kronecker,
+    Operator,
+    Space,
+    as_operator,
+    blocks_of,
+    two_sided,
+)  # fmt: skip
 from curvature.recording import trained_parameters
 from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, chunks, contractions, gradients
 
@@ -58,7 +68,7 @@ def influence(
     loss: Loss,
     train: Any,
     query: Any,
-    curvature: Operator | None = None,
+    curvature: Curvature | None = None,
     *,
     damping: float | None = None,
     query_rank: int | None = None,
@@ -107,7 +117,7 @@ def influence_by_parameter(
     loss: Loss,
     train: Any,
     query: Any,
-    curvature: Operator | None = None,
+    curvature: Curvature | None = None,
     *,
     damping: float | None = None,
     query_rank: int | None = None,
@@ -125,7 +135,7 @@ def influence_by_place(
     loss: Loss,
     train: Any,
     query: Any,
-    curvature: Operator | None = None,
+    curvature: Curvature | None = None,
     *,
     damping: float | None = None,
     query_rank: int | None = None,
@@ -152,15 +162,15 @@ def influence_by_place(
 
 def _by_parameter(
     score: Score, in_eigenbases: bool, model: nn.Module, loss: Loss, train: Any, query: Any,
-    curvature: Operator | None, damping: float | None, rank: int | None, sample_dim: Any, progress: bool,
+    curvature: Curvature | None, damping: float | None, rank: int | None, sample_dim: Any, progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """All training samples' scores. In an eigenbasis, that of a bias is not apart from that of its weight."""
     for what, data in (("train", train), ("query", query)):
         require_pairs(data)
         require_order(data, what)
-    K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
-    if not isinstance(K, Operator):
-        raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
+    if curvature is None:
+        curvature = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress)
+    K = as_operator(curvature)
     if rank is not None:
         check_whole("query_rank", rank)
         if rank < 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from curvature.arguments import check_whole
 from curvature.linalg import cat, cholesky, full_precision, widest
 from curvature.operators import (
+    Curvature,
     Dense,
     Diagonal,
     Kronecker,
@@ -22,6 +23,7 @@ from curvature.operators import (
     Parameters,
     RowBlocks,
     Space,
+    as_operator,
     blocks_of,
     conjugate_gradient,
     flat_parameters,
@@ -36,7 +38,7 @@ Sparsity = float | Mapping[str, float]
 # -- optimal brain damage and optimal brain surgeon: weights that can be spared, and the others without them
 
 
-def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> dict[str, Tensor]:
+def saliencies(K: Curvature, model: Parameters, damping: float | None = None) -> dict[str, Tensor]:
     """What each weight is worth: by how much the loss rises, to second order, if it is set to zero.
 
     With a `Diagonal` this is ``1/2 (K_qq + damping) w_q^2``, optimal brain damage (LeCun, Denker and Solla 1989). With
@@ -46,7 +48,7 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
 
     Args:
         K: any operator, at the model's parameters, in units of loss / parameter^2: `kfac`, `ekfac`, `fisher_blocks`,
-            ``fisher(...).compact()``, ``Diagonal(Space.of(d), Space.of(d).flatten(d))`` of a `fisher_diagonal` d.
+            ``fisher(...).compact()``; or a diagonal by parameter name, as `fisher_diagonal` gives it.
         model: a model, or tensors by name; it stays as it is. Parameters that K does not have are left out.
         damping: in the units of K. By default none for a diagonal, and 0.01 times the mean eigenvalue of any other K.
 
@@ -58,6 +60,7 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
             are not finite.
         KeyError: a parameter of K is missing.
     """
+    K = as_operator(K)
     w = checked_parameters(K.space, model)
     damping = usual_damping(K) if damping is None else float(damping)
     parts = [QuadraticBlock(block, damping, flat_parameters(block.space, w)) for block in blocks_of(K)]
@@ -66,7 +69,7 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
 
 
 def prune(
-    K: Operator, model: Parameters, sparsity: Sparsity, damping: float | None = None, *, rounds: int = 10
+    K: Curvature, model: Parameters, sparsity: Sparsity, damping: float | None = None, *, rounds: int = 10
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Set the weights with the least `saliencies` to zero, and adjust all others to compensate.
 
@@ -97,6 +100,7 @@ def prune(
     The quadratic model holds near the parameters. To prune much, do it in steps: load the result, train on if you like,
     measure K again and prune further (weights that are zero go first). The gradient is taken to be zero.
     """
+    K = as_operator(K)
     space, groups = K.space, _groups(K.space, sparsity)
     check_whole("rounds", rounds)
     if rounds < 1:
@@ -227,7 +231,7 @@ def _without_least(scores: Mapping[str, Tensor], share: float) -> dict[str, Tens
 
 @full_precision()
 def quantize(
-    K: Operator, model: Parameters, bits: int | Mapping[str, int], damping: float | None = None
+    K: Curvature, model: Parameters, bits: int | Mapping[str, int], damping: float | None = None
 ) -> dict[str, Tensor]:
     """Round weights to 2^bits levels per row, so that the loss rises as little as can be.
 
@@ -252,6 +256,7 @@ def quantize(
         ValueError, KeyError: as for `saliencies`; bits are not a whole number from 1 to 16, K has no such parameter, or
             a block is too large to be built (a block of `ekfac`: take `kfac`).
     """
+    K = as_operator(K)
     space = K.space
     bits_of = _bits(K, bits)
     weights = checked_parameters(space, model)

@@ -305,3 +305,39 @@ def test_models_that_return_one_number(loss: Any) -> None:
     with pytest.raises(ValueError, match=r"the shape of the output is \(\)"):
         curvature.per_sample_jacobians(model, POINTS)
     assert (curvature.hessian(model, loss, data) @ torch.ones(15)).isfinite().all()
+
+
+BUILDERS = [
+    "kfac",
+    "ekfac",
+    "fisher_diagonal",
+    "fisher_blocks",
+    "fisher",
+    "gauss_newton",
+    "empirical_fisher",
+    "hessian",
+]
+
+
+@pytest.mark.parametrize("name", [*BUILDERS, "laplace"])
+def test_a_loss_without_brackets(name: str):
+    with pytest.raises(TypeError, match=r"loss: .* the class CrossEntropyLoss: pass CrossEntropyLoss\(\)"):
+        getattr(curvature, name)(network(), nn.CrossEntropyLoss, (X, Y))
+
+
+def test_sparse_inputs():
+    with pytest.raises(TypeError, match=r"x: found a sparse tensor \(torch.sparse_coo\).*pass x.to_dense"):
+        curvature.per_sample_gradients(network(), nn.CrossEntropyLoss(), X.to_sparse(), Y)
+
+
+def test_an_error_of_the_model_is_raised_at_once():
+    class Odd(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Odd.calls += 1
+            return self.missing(x)
+
+    with pytest.raises(AttributeError, match="missing"):
+        curvature.per_sample_gradients(Odd(X.shape[1], 3), nn.CrossEntropyLoss(), X, Y)
+    assert Odd.calls == 1

@@ -164,9 +164,34 @@ def test_unbiased(name, make, device):
     values = torch.stack([estimate.value for estimate in found])
     expected, spread = op.diagonal() if name == "xdiag" else op.trace(), values.std(0)
     assert ((values.mean(0) - expected).abs() <= 5 * spread / len(values) ** 0.5).all()
-    # The error that each estimate gives itself is of the right size.
+    # the error that each estimate gives itself is of the right size
     errors = torch.stack([estimate.error for estimate in found]).square().mean(0).sqrt()
-    assert (spread / 2 <= errors).all() and (errors <= 2 * spread).all()
+    assert (0.9 * spread <= errors).all() and (errors <= 2 * spread).all()
+
+
+SPECTRA = {
+    "flat": lambda k: k**0,
+    "slow": lambda k: 1 / k,
+    "fast": lambda k: 0.7**k,
+    "low rank": lambda k: (k <= 15) * 1.0,  # as many as xtrace takes vectors of 30 products: without one, one is missed
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("name", OF_PRODUCTS)
+def test_two_errors_hold_the_true_value(name, spectrum):
+    """In 95 of 100 cases; 80 at least of each kind, and 90 in the mean (50 to 88 without covariances)."""
+    values, source = SPECTRA[spectrum](torch.arange(1.0, 41, dtype=torch.float64)), Source()
+    rotated = of_values(source, values)
+    aligned = Diagonal(rotated.space, values)
+    shares = []
+    for op in (rotated, aligned):
+        expected = op.to_dense().diagonal() if name == "xdiag" else op.to_dense().trace()
+        for products in (6, 10, 30):
+            found = [OF_PRODUCTS[name](op, products, torch.Generator().manual_seed(k)) for k in range(50)]
+            inside = [((value - expected).abs() <= 2 * error).double().mean() for value, error in found]
+            shares.append(float(torch.stack(inside).mean()))
+    assert min(shares) >= 0.8 and sum(shares) / len(shares) >= 0.9, shares
 
 
 def whole_numbers(source):
@@ -210,7 +235,7 @@ def test_errors_of_a_diagonal_matrix(products, device):
     found = [xdiag(op, products, generator) for _ in range(300)]
     spread = torch.stack([estimate.value for estimate in found]).std(0)
     errors = torch.stack([estimate.error for estimate in found]).square().mean(0).sqrt()
-    assert 0.4 * spread.norm() < errors.norm()
+    assert 0.9 * spread.norm() < errors.norm()
     with pytest.raises(ValueError, match="needs at least 6 products, found k=5"):
         xdiag(op, 5)
 
@@ -219,7 +244,7 @@ def test_errors_of_a_diagonal_matrix(products, device):
 def test_a_single_row(name):
     op = of_values(Source(), [2.5])
     value, error = OF_PRODUCTS[name](op, 8)
-    assert float(value) == pytest.approx(2.5) and float(error) == 0
+    assert float(value) == pytest.approx(2.5) and float(error) < 1e-14
 
 
 def test_variance_reduction_pays(device):

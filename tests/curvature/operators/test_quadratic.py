@@ -1,11 +1,13 @@
 """Quadratic penalties and merged parameters against dense linear algebra, for every structure."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import curvature
-from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Sum
+from curvature import estimators, plots
+from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Space, Sum
 from curvature.operators.space import MAX_DIRECT_SIZE
 from support.cases.case import seeded
 from support.combinations import member
@@ -135,3 +137,45 @@ def test_what_does_not_fit_is_refused():
         model[0].bias += 1
     with pytest.raises(RuntimeError, match=r"has changed.*materialise\(\)"):
         penalty(model)
+
+
+ESTIMATES = ("xtrace", "xdiag")
+OF_A_CURVATURE = {  # what functions give of a curvature K, and of the parameters
+    "quadratic_penalty": lambda K, at: curvature.quadratic_penalty(K, at)({k: x + 1 for k, x in at.items()}),
+    "merge": lambda K, at: curvature.merge([at, {k: 2 * x for k, x in at.items()}], [K, K], 0.1),
+    "saliencies": lambda K, at: curvature.saliencies(K, at),
+    "prune": lambda K, at: curvature.prune(K, at, 0.5)[0],
+    "quantize": lambda K, at: curvature.quantize(K, at, 2),
+    "conjugate_gradient": lambda K, at: curvature.conjugate_gradient(K, at, 0.1),
+    "lanczos": lambda K, at: estimators.lanczos(K, 3).diagonal,
+    "lanczos_eigenvalues": lambda K, at: curvature.lanczos_eigenvalues(K, 2),
+    "lanczos_logdet": lambda K, at: curvature.lanczos_logdet(K, 0.1).value,
+    "spectral_density": lambda K, at: curvature.spectral_density(K, 2, 3)[1],
+    "matrix": lambda K, at: torch.as_tensor(plots.matrix(K).images[0].get_array()),
+    "comparison": lambda K, at: torch.as_tensor(plots.comparison(K, K)[0].images[0].get_array()),
+    **{name: lambda K, at, name=name: getattr(curvature, name)(K, 8).value for name in ESTIMATES},
+}
+
+
+@pytest.mark.parametrize("name", OF_A_CURVATURE)
+def test_a_diagonal_by_name_is_a_curvature(name):
+    """What `fisher_diagonal` gives, against the matrix of the same numbers."""
+    source, call = Source(), OF_A_CURVATURE[name]
+    at = {k: source.normal(*shape) for k, shape in {"0.weight": (3, 2), "0.bias": (3,), "scale": (1,)}.items()}
+    diagonal = {k: x.square() + 0.1 for k, x in at.items()}
+    space = Space.of(at)
+    torch.testing.assert_close(call(diagonal, at), call(Diagonal(space, space.flatten(diagonal)), at))
+    for wrong in (None, 3.0, [1.0], {"0.weight": 1.0}, {}):
+        with pytest.raises(TypeError, match="expected an operator"):
+            call(wrong, at)
+
+
+def test_operators_are_arrays_of_numpy():
+    source = Source()
+    for op in (Dense(source.space(a=(4,)), source.definite(d=4)), Diagonal(source.space(a=(4,)), source.normal(4))):
+        matrix = op.to_dense().clone()
+        for array in (np.array(op), np.asarray(op), np.array(op, dtype=np.float32)):
+            np.testing.assert_allclose(array, matrix.numpy(), rtol=1e-6)
+            array[:] = 0
+        assert torch.equal(op.to_dense(), matrix)
+        assert isinstance(np.float64(2) * op, curvature.Operator)  # as before, a number of NumPy scales it
