@@ -41,7 +41,8 @@ def mean_estimate(samples: Tensor, covariance: Tensor | float = 0.0) -> Estimate
     """
     value, count = samples.mean(0), len(samples)
     spread = samples.var(0) if count > 1 else torch.zeros_like(value)
-    variance = spread / count + torch.as_tensor(covariance).to(spread).clamp(min=0).minimum(count * spread)
+    shared = (covariance + torch.zeros_like(spread)).clamp(min=0)
+    variance = spread / count + shared.minimum(count * spread)
     rounding = torch.finfo(value.dtype).eps * value.abs().max()
     return Estimate(value, variance.sqrt() * _student(count - 1) + rounding)
 

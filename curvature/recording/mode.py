@@ -100,6 +100,12 @@ class RecordingMode(TorchFunctionMode):
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule, nodes = RULES.get(func), self.nodes
         used = {id(x): nodes[id(x)] for x in tensors if id(x) in nodes}
+        if any(x.is_nested for x in tensors):
+            name = next(iter(next(iter(used.values())).names))
+            raise TypeError(
+                f"{name}: read beside a nested tensor, of which no sample can be cut out; pass a padded tensor with "
+                "a mask (torch.nested.to_padded_tensor), or a PackedSequence"
+            )
         # a look at plain tensors that passed this mode would take several times as long
         with torch._C.DisableTorchFunction() if PLAIN.issuperset(map(type, tensors)) else nullcontext():
             before = [(x, x._version) for x in tensors if id(x) in used]

@@ -341,3 +341,13 @@ def test_an_error_of_the_model_is_raised_at_once():
     with pytest.raises(AttributeError, match="missing"):
         curvature.per_sample_gradients(Odd(X.shape[1], 3), nn.CrossEntropyLoss(), X, Y)
     assert Odd.calls == 1
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_nested_tensors(make: type):
+    model = nn.Linear(3, 2)
+    opt = make(model)
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"weight: read beside a nested tensor.*to_padded_tensor"):
+        model(x)
+    del opt
