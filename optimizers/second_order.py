@@ -10,6 +10,7 @@ and adds the displacement to the parameters. A closure that returns residuals sw
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -41,6 +42,7 @@ from optimizers.steps.closures import ClosureWatch
 from optimizers.steps.residuals import ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 
+LOG = logging.getLogger(__name__)
 EMPTY = (
     "%s.step: no parameter had a gradient at three steps in a row, and nothing moves; call loss.backward() before the "
     "step, and train the model that the optimizer was given, not a copy"
@@ -51,6 +53,14 @@ RATE = (
 )
 LEAST_USUAL_RATE = 0.05  # an lr below is one of another optimizer's
 MOST_EMPTY = 3  # steps in a row, before that is said
+BAD = (
+    "%s.step: %d batches in a row were left out, since gradients are not finite (the first is that of %s), and nothing "
+    "moves; look at the data, the loss and the outputs of the model"
+)
+MOST_BAD = 3  # batches in a row, before that is said ...
+MOST_SCALES = (
+    20  # ... by which a GradScaler that has not found its scale yet has divided it from 2^16 down to less than 1
+)
 
 
 class SecondOrderOptimizer(ModelOptimizer):
@@ -86,7 +96,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             store, self.recorder, schedule, self.team, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.listener.expect(True)
-        self.empty_steps = 0  # in a row
+        self.empty_steps = self.bad_batches = 0  # in a row
         self._warn_of_rates("lr")
 
     # -- a step
@@ -172,8 +182,10 @@ class SecondOrderOptimizer(ModelOptimizer):
                 self._warn_of_rates("initial_lr", "max_lr")  # where schedulers of torch put theirs
         if outcome.is_skipped:
             self.monitor.skip()
+            self._tell_of_bad_batches(context)
             self.recorder.discard()
         elif outcome.is_step:
+            self.bad_batches = 0
             self.recorder.scaling = Scaling(worked=scale)  # a tensor of its own, which the scaler does not change
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
@@ -184,6 +196,16 @@ class SecondOrderOptimizer(ModelOptimizer):
             del self.state[p]
         self._arm_recorder()
         return outcome
+
+    def _tell_of_bad_batches(self, context: StepContext) -> None:
+        """Log the third batch in a row that was left out, with the first parameter whose gradient is not finite."""
+        self.bad_batches += 1
+        scaling = self.recorder.scaling
+        is_searching = scaling.found_inf is not None and scaling.worked is None
+        if self.bad_batches == (MOST_SCALES if is_searching else MOST_BAD):
+            bad = next((name for name, g in context.gradients().items() if not bool(g.isfinite().all())), "")
+            if bad:  # and no batch without samples
+                LOG.warning(BAD, type(self).__name__, self.bad_batches, bad)
 
     # -- a loss or residuals: what the first closure returns decides, for good
 
@@ -208,6 +230,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             watch.check_loss(value)
         if context.closure is not None:  # it may have renamed parameters, as spectral_norm does
             context = self._context(context.closure)
+        has_gradients = any(p.grad is not None for p in context.trained.values())
+        self.team.processes.require_gradients_of_all(type(self).__name__, has_gradients)
         outcome = self.rule.step(context, evaluation if value is evaluation.value else replace(evaluation, value=value))
         if not isinstance(outcome, Outcome):
             raise TypeError(
@@ -396,7 +420,8 @@ class SecondOrderOptimizer(ModelOptimizer):
 def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, Distributed]:
     """Check all arguments; the user's own module, and the processes that train it."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
+        kind = f"the class {model.__name__}, no instance of it" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: pass the model itself, not its parameters (found {kind})")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "

@@ -69,15 +69,22 @@ class Processes:
 
     @functools.cached_property
     def group(self) -> Any:
-        """A group of our own, so that the order relative to the user's collectives does not matter; made lazily.
+        """A group of our own, so that the order relative to the user's collectives does not matter; made lazily."""
+        return self.new_group()
 
-        It has the timeout of the user's, and only these processes take part in making it.
-        """
+    @functools.cached_property
+    def host_group(self) -> Any:
+        """The same processes, for tensors on the CPU where there is a way, so that nobody waits for an accelerator."""
+        is_known = "gloo" in dist.get_backend(self.group) or not dist.is_gloo_available()
+        return self.group if is_known else self.new_group("gloo")
+
+    def new_group(self, backend: str | None = None) -> Any:
+        """A new group of these processes, with the timeout of the user's; only they take part in making it."""
         try:
             timeout = self.given._get_backend(self.device).options._timeout
         except (AttributeError, RuntimeError):
             timeout = None  # the default
-        return dist.new_group(self.ranks, use_local_synchronization=True, timeout=timeout)
+        return dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, timeout=timeout)
 
     def all_gather_objects(self, own: Any) -> list[Any]:
         """The objects of all processes, several, by rank."""
@@ -118,6 +125,23 @@ class Processes:
                 work.wait()
 
         return in_flat_buffers(tensors, reduce)
+
+    def require_gradients_of_all(self, owner: str, is_here: bool) -> None:
+        """Raise on all processes where some have gradients and others have none at all, which would not go on alike."""
+        if self.size == 1:
+            return
+        is_on_host = "gloo" in dist.get_backend(self.host_group)
+        lacks = torch.zeros(self.size, device="cpu" if is_on_host else self.device)
+        lacks[self.rank] = float(not is_here)
+        dist.all_reduce(lacks, group=self.host_group)
+        left = [rank for rank, lack in enumerate(lacks.tolist()) if lack]
+        if 0 < len(left) < self.size:
+            raise RuntimeError(
+                f"{owner}.step: no parameter has a gradient on rank {', '.join(map(str, left))} of the {self.size} "
+                "processes that train together, and on the others some have; average the gradients before step(), with "
+                "zeros where a process has no samples, or give models that are trained apart "
+                "distributed=Distributed(group=...), a group of this process alone"
+            )
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""

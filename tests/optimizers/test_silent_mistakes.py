@@ -121,6 +121,25 @@ def test_three_empty_steps_are_told(make: Any, mistake: str, said: pytest.LogCap
     assert said.text.count("three steps in a row") == 1
 
 
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+@pytest.mark.parametrize("scale", [None, 2.0**6])
+def test_bad_batches_in_a_row_are_told_once(make: Any, scale: float | None, said: pytest.LogCaptureFixture) -> None:
+    """At the third of each run of them, by the name of the first bad parameter; two are no run."""
+    model = network()
+    opt, told = make(model), 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None, growth_interval=10**6)
+    for bad in "ooo..o.........o...o":
+        opt.zero_grad()
+        scaler.scale(F.mse_loss(model(X), Y)).backward()
+        if bad == ".":
+            model[0].bias.grad[1:] = float("nan")
+        scaler.step(opt)
+        scaler.update()
+    for record in said.records:
+        told += "3 batches in a row were left out" in record.message and "that of 0.bias)" in record.message
+    assert told == 2 == said.text.count("batches in a row")
+
+
 def test_empty_steps_between_others_are_no_mistake(said: pytest.LogCaptureFixture) -> None:
     model = network()
     opt = KFAC(model)

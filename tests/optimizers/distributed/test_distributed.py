@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from optimizers import KFAC, Distributed, NaturalGradient
+from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import TensorForm, Workers
 from support.cases.case import seeded
@@ -46,6 +47,26 @@ def not_averaged(rank: int, size: int) -> str:
         opt.step()
     assert torch.equal(before, scenarios.flat(model))
     return str(error.value)
+
+
+def without_gradients(rank: int, size: int, kind: type[KFAC], lacking: int, before: int) -> list[str]:
+    """After some steps one process has no gradient, in another none is finite; then all go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt, said = kind(model), []
+    x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    opt.step()  # where none has any, nothing moves
+    for step in range(before + 3):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if step != before or rank != lacking:
+            (loss * math.nan if step == before + 1 and rank == lacking else loss).backward()
+        try:
+            opt.step()
+        except RuntimeError as error:
+            said.append(str(error))
+    assert (opt.steps, opt.skipped) == (before + 1, 1)
+    return said
 
 
 def saved(rank: int, size: int, folder: str) -> Tensor:
@@ -244,3 +265,16 @@ def test_processes_that_come_later_are_seen(monkeypatch):
     assert (opt.team.current().processes.rank, opt.team.current().processes.size) == (1, 3)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert opt.team.current().processes.size == 1
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_a_process_without_gradients_is_named_on_all(kind: type[KFAC]) -> None:
+    """At the first step and later, the first process and another; none waits for the others in vain."""
+    cases = {
+        f"{lacking} {before}": functools.partial(without_gradients, kind=kind, lacking=lacking, before=before)
+        for lacking, before in ((0, 0), (1, 0), (1, 2), (0, 5))
+    }
+    for found in on_processes(2, cases, seconds=30.0):
+        for name in cases:
+            (message,) = found[name]
+            assert f"{kind.__name__}.step: no parameter has a gradient on rank {name[0]} of the 2" in message
