@@ -8,7 +8,7 @@ products (`invert_kronecker_sums`). Nothing here averages over batches.
 
 from curvature.kronecker.applied import EigenInverse, KroneckerInverse, LowRankMatrix, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length, subsample_samples
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length, count_rows, subsample_samples
 from curvature.kronecker.inverses import (
     KroneckerSumInverse,
     Pair,
@@ -24,6 +24,6 @@ from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics
 __all__ = [
     "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
     "KroneckerSumInverse", "LowRankMatrix", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
-    "by_length", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
-    "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
+    "by_length", "carry_diagonal", "count_rows", "eigen_inverses", "eigenbases", "factored_inverses",
+    "inverse_of_state", "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

@@ -450,6 +450,13 @@ def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return found
 
 
+def count_rows(terms: Sequence[Any], sharing: str) -> int:
+    """Number of summands of a moment of these terms: places ("expand") or samples ("reduce")."""
+    if sharing == "reduce":
+        return sum(len(same[0]) for same in by_length(terms))
+    return sum(len(term) * term.places for term in terms)
+
+
 def has_few_rows(rows: Tensor) -> bool:
     """Whether the second moment of rows (n, g, d) is larger than they are."""
     return rows.shape[0] < rows.shape[2]

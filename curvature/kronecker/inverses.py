@@ -32,23 +32,26 @@ Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive se
 
 def factored_inverses(
     products: Sequence[Product],
-    share: float,
+    shares: Sequence[tuple[float, float]],
     before: Sequence[applied.KroneckerInverse | None],
     anew: Sequence[bool],
     due: Sequence[Sequence[bool]],
 ) -> list[applied.KroneckerInverse]:
-    """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
+    """``(B + s mean(B) I)^-1`` and ``(A + t mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
-    This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
+    With equal shares s and t this is factored damping (arXiv:1503.05671, section 6.3) of ``s t`` times the mean
+    eigenvalue of the block.
     Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest that take a
     decomposition, see `Side.inverse`, are inverted by Cholesky's, sides of one form together.
 
     Args:
+        shares: s and t of each product.
         before: the previous inverses of the products.
         anew: whether to try again for sides of a product that were not of low rank before.
         due: which sides of each product to invert; without a previous inverse both.
     """
     sides = [side for product in products for side in product]
+    added = [share for pair in shares for share in pair]
     inverses: dict[int, applied.Matrix] = {}
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
@@ -58,15 +61,15 @@ def factored_inverses(
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last
-        elif (inverse := side.inverse(share)) is not None:
+        elif (inverse := side.inverse(added[k])) is not None:
             inverses[k] = inverse
         elif is_large and len(side) == len(side.sizes) == len(other.sizes) == 1:
             start = last.entries.to(side.entries.dtype) if isinstance(last, applied.LowRankMatrix) else None
             if start is not None or anew[k // 2]:
                 large[k] = start
     if large:
-        inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
-    inverses |= _by_cholesky({k: side for k, side in enumerate(sides) if k not in inverses}, share)
+        inverses |= _by_largest({k: sides[k] for k in large}, added, list(large.values()))
+    inverses |= _by_cholesky({k: side for k, side in enumerate(sides) if k not in inverses}, added)
     return [applied.KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
 
 
@@ -159,39 +162,52 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return matrix
 
 
-def _by_cholesky(sides: Mapping[int, Side], share: float) -> dict[int, applied.Matrix]:
+def _by_cholesky(sides: Mapping[int, Side], shares: Sequence[float]) -> dict[int, applied.Matrix]:
     """The damped inverses of sides, those of one form together; with more care where that fails."""
     inverses: dict[int, applied.Matrix] = {}
     tried = []
     for stack, alike in _stacks(sides, JOINED_MAX_SIDE):
-        blocks, scale = _damped(stack.lower(), stack.sizes, share)
+        blocks, scale = _damped(stack.lower(), stack.sizes, _by_group(sides, shares, alike))
         found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
         ok = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         tried.append((stack, alike, _joined(found, stack.sizes).div_(scale), ok))
     fine = linalg.look([ok for *_, ok in tried])
     for (stack, alike, matrices, _), is_fine in zip(tried, fine, strict=True):
         if not is_fine:
-            blocks, scale = _damped(stack.dense(), stack.sizes, share)
+            blocks, scale = _damped(stack.dense(), stack.sizes, _by_group(sides, shares, alike))
             matrices = _joined(list(map(linalg.careful_spd_inverse, blocks)), stack.sizes).div_(scale)
         parts = matrices.split([len(sides[k]) for k in alike])
         inverses |= {k: applied.DenseMatrix.of(part, stack.sizes) for k, part in zip(alike, parts, strict=True)}
     return inverses
 
 
-def _damped(matrix: Tensor, sizes: Sequence[int], share: float) -> tuple[list[Tensor], Tensor]:
+def _by_group(sides: Mapping[int, Side], shares: Sequence[float], alike: Sequence[int]) -> list[float]:
+    """The shares of sides that were stacked, one for each group."""
+    return [shares[k] for k in alike for _ in range(len(sides[k]))]
+
+
+def _damped(matrix: Tensor, sizes: Sequence[int], shares: Sequence[float]) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
     scale = nonzero_or_one(matrix.diagonal(dim1=1, dim2=2).mean(1)).view(-1, 1, 1)
     matrix = matrix / scale
-    matrix.diagonal(dim1=1, dim2=2).add_(share)
+    matrix.diagonal(dim1=1, dim2=2).add_(_column(shares, matrix))
     return _blocks(matrix, sizes), scale
 
 
-def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, applied.Matrix]:
+def _column(shares: Sequence[float], like: Tensor) -> Tensor | float:
+    """The shares as a column, which costs a copy to the device, or as a number where all are equal."""
+    return shares[0] if len(set(shares)) == 1 else like.new_tensor(shares)[:, None]
+
+
+def _by_largest(
+    sides: Mapping[int, Side], shares: Sequence[float], starts: Sequence[Tensor | None]
+) -> dict[int, applied.Matrix]:
     """The damped inverses of sides of one group, for those of which few eigenvalues stand out."""
     means = [side.mean_eigenvalue() for side in sides.values()]
     try:
         scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
-        found = linalg.low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
+        ends = [None if start is None else start[0] for start in starts]
+        found = linalg.low_rank_inverses(scaled, [shares[k] for k in sides], ends)
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         linalg.count_recovery("retried")
         return {}

@@ -54,6 +54,7 @@ class SideStatistics(KroneckerStatistics):
     """What the optimizers add up: moments as sides of products, with the number of samples."""
 
     samples: float = 0.0
+    rows: tuple[float, float] = (0.0, 0.0)  # summands of each side: backprops and activations, unless these are flipped
     looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
 
     def scale_vectors_(self, times: float) -> None:
@@ -63,6 +64,7 @@ class SideStatistics(KroneckerStatistics):
     def add_(self, other: Any) -> None:
         super().add_(other)
         self.samples += other.samples
+        self.rows = self.rows[0] + other.rows[0], self.rows[1] + other.rows[1]
         if other.looked_up is not None:
             self.looked_up = other.looked_up if self.looked_up is None else self.looked_up + other.looked_up
 
@@ -99,11 +101,14 @@ class SideStatistics(KroneckerStatistics):
             found[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
         if any(kind.is_diagonal for kind in self.scheme.kinds):
             found["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
-        return found | {"samples": next(iter(found.values())).new_tensor(self.samples)}
+        new = next(iter(found.values())).new_tensor
+        return found | {"samples": new(self.samples), "rows": new(self.rows)}
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Fill empty statistics with the all-reduced `sums`."""
         self.samples, self.looked_up = float(sums["samples"]), sums.get("looked_up")
+        outputs, inputs = sums["rows"].tolist()
+        self.rows = outputs, inputs
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             if bool(sums[key + "number"].any()):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")

@@ -33,7 +33,7 @@ class Projection(NamedTuple):
 
 
 def low_rank_inverses(
-    makes: Sequence[Make], damping: float, starts: Sequence[Tensor | None]
+    makes: Sequence[Make], dampings: Sequence[float], starts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor] | None]:
     """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1`` for each M; None where r is large.
 
@@ -43,20 +43,21 @@ def low_rank_inverses(
 
     Args:
         makes: each returns an M, symmetric (d, d), all on one device; M is not kept.
-        damping: in the units of M.
+        dampings: in the units of each M.
         starts: V of similar matrices, to start from.
     """
     projections = _projections(makes, starts)
     pairs = _eigenpairs([x.inner for x in projections])
-    kept = [_kept(x, damping, values) for x, (values, _) in zip(projections, pairs, strict=True)]
+    each = zip(projections, dampings, pairs, strict=True)
+    kept = [_kept(x, damping, values) for x, damping, (values, _) in each]
     ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
     found = [
         None if rank < 0 else (matmul(x.basis, turn[:, :rank]) * scale[:rank].to(turn), shift.to(turn))
         for x, (_, turn), (scale, shift, _), rank in zip(projections, pairs, kept, ranks, strict=True)
     ]
     turned = [k for k, start in enumerate(starts) if found[k] is None and start is not None]  # the subspace, too far
-    anew = low_rank_inverses([makes[k] for k in turned], damping, [None] * len(turned)) if turned else []
-    for k, own in zip(turned, anew, strict=True):
+    rest = [makes[k] for k in turned], [dampings[k] for k in turned], [None] * len(turned)
+    for k, own in zip(turned, low_rank_inverses(*rest) if turned else (), strict=True):
         found[k] = own
     return found
 

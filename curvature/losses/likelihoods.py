@@ -27,6 +27,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.linalg import symmetric_eigh
+
 DRAWN_ELEMENTS = 1 << 22  # entries that are drawn together
 PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by at least this
 NODES = 32  # of the quadrature over a normal log-rate
@@ -421,7 +423,7 @@ def _shrunk(f: Tensor, variance: Tensor) -> Tensor:
 def _normal_quadrature() -> tuple[Tensor, Tensor]:
     """Nodes and weights that integrate over a standard normal variable (Golub & Welsch 1969)."""
     beside = torch.arange(1, NODES, dtype=torch.float64, device="cpu").sqrt()
-    nodes, vectors = torch.linalg.eigh(beside.diag(1) + beside.diag(-1))
+    nodes, vectors = symmetric_eigh(beside.diag(1) + beside.diag(-1))
     return nodes, vectors[0].square()
 
 

@@ -52,7 +52,7 @@ class Repeated:
         self.kept_for: dict[str, Any] = {}
         self.size: float | None = None  # of the outputs of the last pass over a single batch
         # whether the matrix depends on the order of the data
-        self.ordered = self.inject is not None and self.inject.is_random
+        self.ordered = isinstance(self.inject, Injection) and self.inject.is_random
         self.is_single = number_of_batches(self.source.data) == 1
 
     def __getstate__(self) -> dict[str, Any]:

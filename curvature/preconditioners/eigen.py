@@ -152,8 +152,8 @@ class EigenBlock(KroneckerBlock):
         """Move to the eigenbases of the current factors, and prepare `solve` in them.
 
         Args:
-            share: adds to each eigenvalue the difference between ``kron(B + share mean(B) I, A + share mean(A) I)``
-                and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
+            share: adds to each eigenvalue the difference between ``kron(B + s mean(B) I, A + t mean(A) I)`` and
+                ``kron(B, A)``, with the `shares` s and t, mean() being the mean eigenvalue.
             damping: is added to all values instead.
         """
         both = (True, True)
@@ -164,9 +164,9 @@ class EigenBlock(KroneckerBlock):
             rows = next(found) if rows_due else (block.row_values, block.basis[0])
             columns = next(found) if columns_due else (block.column_values, block.basis[1])
             tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
-            block._turn(rows, columns, *((tiny, share) if damping is None else (damping, 0.0)))
+            block._turn(rows, columns, *((tiny, block.shares(share)) if damping is None else (damping, (0.0, 0.0))))
 
-    def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
+    def _turn(self, row_basis: Any, column_basis: Any, damping: float, shares: tuple[float, float]) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
             carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
@@ -180,7 +180,8 @@ class EigenBlock(KroneckerBlock):
             b, a = (with_unseen(x, self.unseen[k], 1 + k) for k, x in enumerate((b, a)))
             values = with_unseen(with_unseen(values, self.unseen[0], 1), self.unseen[1], 2)
         mean_b, mean_a = (kronecker.nonzero_or_one(x.mean(dim, keepdim=True)) for x, dim in ((b, 1), (a, 2)))
-        inverted = 1 / (values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
+        shift_b, shift_a = shares[0] * mean_b, shares[1] * mean_a
+        inverted = 1 / (values + shift_b * a + shift_a * b + shift_a * shift_b + damping)
         self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:

@@ -27,6 +27,9 @@ from curvature.terms import AffineLayout, OuterProduct, Term
 
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
 MAX_JOINED = ByDevice(2**16, 2**20)
+# Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
+# times its size over the number of rows is added, in its mean eigenvalues
+SHRINKAGE = 3.0
 
 
 class KroneckerBlock(Block):
@@ -38,9 +41,10 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "unseen", "inverse")
+    state_fields: tuple[str, ...] = ("row_side", "column_side", "sparsity", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
     statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
+    sparsity = (0.0, 0.0)  # one over the number of rows that the average of each side rests on
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
     unseen: Tensor | None = None  # of tables: one look-up as a share of all in the average, by side (2,)
 
@@ -101,6 +105,10 @@ class KroneckerBlock(Block):
                 found.looked_up = moment.new_zeros(2) if found.looked_up is None else found.looked_up
                 found.looked_up[int(not reading.flipped)] = here.look_ups(chosen, moment, number)
             found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
+            backprops = kronecker.count_rows(parts, here.sharing)
+            activations = kronecker.count_rows(chosen, here.sharing) if samples else 0  # later vectors bring none
+            counts = (activations, backprops) if reading.flipped else (backprops, activations)
+            found.rows = found.rows[0] + counts[0], found.rows[1] + counts[1]
         return found
 
     @staticmethod
@@ -176,6 +184,11 @@ class KroneckerBlock(Block):
             share = torch.where(number > 0, weight / number, 0)
             before = share if self.unseen is None else self.unseen
             self.unseen = torch.where(number > 0, before.lerp(share, weight), before)
+        of_outputs, of_inputs = (
+            (1 - weight) ** 2 * before + weight**2 / max(count, 1.0)
+            for before, count in zip(self.sparsity, statistics.rows, strict=True)
+        )
+        self.sparsity = of_outputs, of_inputs
         self.updates += 1
         return [(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
 
@@ -188,13 +201,23 @@ class KroneckerBlock(Block):
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
             sides = [due.get(b.names[0], (True, True)) for b in blocks]
-            inverses = kronecker.factored_inverses(products, share, before, anew, sides)
+            shares = [b.shares(share) for b in blocks]
+            inverses = kronecker.factored_inverses(products, shares, before, anew, sides)
         else:
             inverses = kronecker.eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
             block.inverse = inverse.owned()
             if damping is None and is_new:
                 block.tried = block.updates
+
+    def shares(self, share: float) -> tuple[float, float]:
+        """What is added to the sides, in their mean eigenvalues: `share`, and more where few rows were seen."""
+        assert self.sides is not None
+        of_outputs, of_inputs = (
+            share + (0.0 if side.is_diagonal else SHRINKAGE * max(side.sizes) * sparsity)
+            for side, sparsity in zip(self.sides, self.sparsity, strict=True)
+        )
+        return of_outputs, of_inputs
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

@@ -55,6 +55,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+# Places at which a sample reads that parameter; tied ones are read once more the other way round.
+PLACES = {
+    **{"linear": 1, "places": 5, "no_bias": 1, "conv": 6, "grouped_conv": 5, "conv_transpose": 5},
+    **{"transformers_conv1d": 2, "embedding": 4, "tied_words": 4, "transposed_words": 4},
+    **{"tied_autoencoder": 1, "tied_autoencoder_square": 1},
+}
+TIED = {"tied_words", "transposed_words", "tied_autoencoder", "tied_autoencoder_square"}
+
+
 def unit_vectors(output: Tensor) -> Tensor:
     """Every entry of a sample's output once: the squares of these add up to the identity."""
     eye = torch.eye(output[0].numel(), dtype=output.dtype, device=output.device)
@@ -93,6 +102,15 @@ def block_of(factors: BlockDiagonalCurvature, model: nn.Module, name: str = "") 
     """The block of a parameter; of the first one unless named."""
     name = name or next(iter(model.named_parameters()))[0]
     return next(block for block in factors.blocks if name in block.names)
+
+
+def shrinkage(size: int, counts: Sequence[int], decay: float) -> float:
+    """What a side of this size has added, in its mean eigenvalues, after batches of so many rows.
+
+    With the weights w of the debiased average, ``3 size sum_k w_k^2 / n_k``.
+    """
+    weights = [decay ** (len(counts) - 1 - k) for k in range(len(counts))]
+    return 3 * size * sum((w / sum(weights)) ** 2 / n for w, n in zip(weights, counts, strict=True))
 
 
 def jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import io
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -108,8 +109,10 @@ def test_inverses_of_sketches(which: str, how: str):
     b, a = (dense(side.entries) if isinstance(side, SketchSide) else side.dense()[0] for side in product)
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
     if how == "share":
-        (found,) = factored_inverses([product], 0.05, [None], [True], [(True, True)])
-        one, two = (m + 0.05 * m.trace() / len(m) * torch.eye(len(m)).double() for m in (b, a))
+        shares = 0.05, 0.2
+        (found,) = factored_inverses([product], [shares], [None], [True], [(True, True)])
+        pairs = zip((b, a), shares, strict=True)
+        one, two = (m + share * m.trace() / len(m) * torch.eye(len(m)).double() for m, share in pairs)
         expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
         spread = torch.linalg.cond(one) * torch.linalg.cond(two)
     else:
@@ -216,10 +219,10 @@ def spd(groups: int, size: int, rank: int | None = None) -> Tensor:
     return root @ root.mT
 
 
-def damped(side: Tensor) -> Tensor:
-    """Each group's side plus SHARE of its mean eigenvalue."""
+def damped(side: Tensor, share: float) -> Tensor:
+    """Each group's side plus a share of its mean eigenvalue."""
     whole = torch.diag_embed(side) if side.ndim == 2 else side
-    return torch.stack([m + SHARE * m.trace() / len(m) * torch.eye(len(m), dtype=m.dtype) for m in whole])
+    return torch.stack([m + share * m.trace() / len(m) * torch.eye(len(m), dtype=m.dtype) for m in whole])
 
 
 # from square to thin in both directions , a diagonal, rank deficient, tiny
@@ -238,18 +241,22 @@ def product(*sides: Tensor) -> Product:
     return rows, columns
 
 
-def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[KroneckerInverse]:
+def fresh(
+    pairs: list[tuple[Tensor, Tensor]], shares: Sequence[tuple[float, float]] | None = None
+) -> list[KroneckerInverse]:
     products = [product(*pair) for pair in pairs]
-    return factored_inverses(products, SHARE, [None] * len(pairs), [True] * len(pairs), [(True, True)] * len(pairs))
+    shares = shares or [(SHARE, SHARE)] * len(pairs)
+    return factored_inverses(products, shares, [None] * len(pairs), [True] * len(pairs), [(True, True)] * len(pairs))
 
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", PAIRS)
 def test_factored(name: str, together: bool):
-    """Alone, or with all others at once."""
-    rows, columns = PAIRS[name]
-    found = fresh(list(PAIRS.values()))[list(PAIRS).index(name)] if together else fresh([(rows, columns)])[0]
-    b, a = damped(rows), damped(columns)
+    """Alone, or with all others at once, each side with a share of its own."""
+    (rows, columns), number = PAIRS[name], list(PAIRS).index(name)
+    shares = [(SHARE * (1 + k), SHARE / (2 + k)) for k in range(len(PAIRS))]
+    found = fresh(list(PAIRS.values()), shares)[number] if together else fresh([(rows, columns)], [shares[number]])[0]
+    b, a = damped(rows, shares[number][0]), damped(columns, shares[number][1])
     x = torch.sin(torch.arange(len(b) * b.shape[1] * a.shape[1]).double()).reshape(len(b), b.shape[1], a.shape[1])
     expected = torch.linalg.solve(b, torch.linalg.solve(a, x.mT).mT)
     torch.testing.assert_close(found(x), expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
@@ -284,7 +291,7 @@ def test_sides_that_are_not_due_stay_as_they_are():
     both = [product(*new)] * 3
     before, now = fresh([old, new])
     due = [(False, True), (True, False), (False, False)]
-    found = factored_inverses(both, SHARE, [before, before, None], [True] * 3, due)
+    found = factored_inverses(both, [(SHARE, SHARE)] * 3, [before, before, None], [True] * 3, due)
     expected = [(before.rows, now.columns), (now.rows, before.columns), (now.rows, now.columns)]
     for own, (rows, columns) in zip(found, expected, strict=True):
         close = torch.testing.assert_close

@@ -46,7 +46,7 @@ def relative(found: tuple[Tensor, Tensor], matrix: Tensor) -> Tensor:
 
 
 def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return low_rank_inverses([lambda: matrix], damping, [start])[0]
+    return low_rank_inverses([lambda: matrix], [damping], [start])[0]
 
 
 @pytest.mark.parametrize("values", [power_law(1), power_law(2), sampled_identity()], ids=["1/k", "1/k^2", "identity"])
@@ -95,15 +95,15 @@ def test_follows_a_matrix_that_turns():
 
 
 def test_several_are_as_each_alone():
-    """Of different widths, with and without a start, refused ones among them."""
+    """Of different widths and dampings, with and without a start, refused ones among them."""
     matrices = [with_values(values) for values in (power_law(1.5), power_law(1), (torch.arange(SIZE) % 2).double())]
     start = low_rank_inverse(matrices[0], DAMPING, None)
     assert start is not None
-    starts = [start[0], None, None]
-    found = low_rank_inverses([partial(torch.clone, m) for m in matrices], DAMPING, starts)
+    starts, dampings = [start[0], None, None], [DAMPING, 3 * DAMPING, DAMPING]
+    found = low_rank_inverses([partial(torch.clone, m) for m in matrices], dampings, starts)
     assert [own is None for own in found] == [False, False, True]
-    for own, matrix, first in zip(found[:2], matrices, starts, strict=False):
-        alone = low_rank_inverse(matrix, DAMPING, first)
+    for own, matrix, damping, first in zip(found[:2], matrices, dampings, starts, strict=False):
+        alone = low_rank_inverse(matrix, damping, first)
         assert own is not None and alone is not None and own[0].shape == alone[0].shape
         torch.testing.assert_close(own[0] @ own[0].mT, alone[0] @ alone[0].mT)
         torch.testing.assert_close(own[1], alone[1])
@@ -113,9 +113,9 @@ def test_sides_of_an_inverse():
     """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition."""
     rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
     product = DenseSide(rows), DenseSide(columns)
-    (first,) = factored_inverses([product], DAMPING, [None], [True], BOTH)
-    (found,) = factored_inverses([product], DAMPING, [first], [False], BOTH)
-    (whole,) = factored_inverses([product], DAMPING, [None], [False], BOTH)
+    (first,) = factored_inverses([product], [(DAMPING, DAMPING)], [None], [True], BOTH)
+    (found,) = factored_inverses([product], [(DAMPING, DAMPING)], [first], [False], BOTH)
+    (whole,) = factored_inverses([product], [(DAMPING, DAMPING)], [None], [False], BOTH)
     assert isinstance(found.rows, LowRankMatrix) and first.rows.entries.shape == found.rows.entries.shape
     assert not any(isinstance(x, LowRankMatrix) for x in (found.columns, whole.rows, whole.columns))
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
@@ -157,8 +157,8 @@ def test_in_training(monkeypatch: pytest.MonkeyPatch):
 def test_is_tried_again_whenever_the_updates_have_doubled(monkeypatch: pytest.MonkeyPatch):
     """Also where a block is inverted more rarely than its average is updated."""
     tried: list[bool] = []
-    counted = lambda pairs, share, before, anew, due: (
-        tried.append(anew[0]) or factored_inverses(pairs, share, before, anew, due)
+    counted = lambda pairs, shares, before, anew, due: (
+        tried.append(anew[0]) or factored_inverses(pairs, shares, before, anew, due)
     )
     monkeypatch.setattr("curvature.kronecker.factored_inverses", counted)
     model = torch.nn.Linear(3, 2)

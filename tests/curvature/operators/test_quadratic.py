@@ -1,5 +1,6 @@
 """Quadratic penalties and merged parameters against dense linear algebra, for every structure."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,12 @@ from support.comparisons import matches
 from support.structures import Source, structures
 
 LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays():
+    yield
+    plt.close("all")
 
 
 @pytest.mark.parametrize("structure", structures())

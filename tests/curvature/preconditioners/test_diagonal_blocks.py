@@ -39,9 +39,9 @@ def pair(name: str, size: int, device: str = "cpu", **options: Any) -> tuple[nn.
     return model, cut, (by_hand(rows_of(whole), size, False), by_hand(columns_of(whole), size, len(cut.names) > 1))
 
 
-def damped(side: Tensor) -> Tensor:
+def damped(side: Tensor, share: float) -> Tensor:
     eye = torch.eye(side.shape[1], dtype=side.dtype, device=side.device)
-    return torch.stack([m + SHARE * m.trace() / len(m) * eye for m in side])
+    return torch.stack([m + share * m.trace() / len(m) * eye for m in side])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -58,7 +58,8 @@ def test_factors_and_steps_are_those_of_the_blocks(name: str, size: int, device:
         return block.scheme.arrangement.to_matrices(block.solve(gradients))
 
     invert([block], SHARE)
-    close(solved(), torch.linalg.solve(damped(rows), right) @ torch.linalg.inv(damped(columns)))
+    shares = block.shares(SHARE)  # of the largest diagonal block of a side
+    close(solved(), torch.linalg.solve(damped(rows, shares[0]), right) @ torch.linalg.inv(damped(columns, shares[1])))
     invert([block], 0.0, 0.1)
     found = solved()
     for b, a, g, u in zip(rows, columns, right, found, strict=True):

@@ -36,6 +36,7 @@ from support.running_blocks import (
     measure,
     normal_vectors,
     rows_of,
+    shrinkage,
     unit_vectors,
 )
 
@@ -57,6 +58,9 @@ MODELS = running_blocks.MODELS | {
     "linear_twice": (lambda: twice(nn.Linear(4, 4)), floats(4)),
     "conv_twice": (lambda: twice(nn.Conv1d(2, 2, 3, padding=1)), floats(2, 3)),
 }
+PLACES = running_blocks.PLACES | {"few_places": 2, "few_pixels": 2, "few_grouped_pixels": 2, "few_words": 3}
+PLACES |= {"decoder": 3, "matrix": 1, "linear_twice": 2, "conv_twice": 6}
+TIED = running_blocks.TIED | {"decoder"}
 each_model = pytest.mark.parametrize("name", MODELS)
 some_models = pytest.mark.parametrize("name", ["linear", "few_places", "grouped_conv", "embedding", "tied_words"])
 
@@ -271,8 +275,11 @@ def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str
 
 @each_model
 def test_solve_is_dense(name: str):
-    """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues."""
-    model, factors, block, _ = going(name)
+    """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues.
+
+    The share of a side is larger the fewer rows its two batches had: of backprops that is one for each vector.
+    """
+    model, factors, block, (x, _) = going(name)
     unseen = torch.zeros(2) if block.unseen is None else block.unseen
     more = lambda x, k: x + unseen[k] * x.sum(1 + k, keepdim=True)
     for damping in (0.03, 2.0):
@@ -281,9 +288,15 @@ def test_solve_is_dense(name: str):
     pairs = zip(block.inverse.tensors(), (rows_of(block), columns_of(block)), strict=False)
     b, a = ((full(u).mT @ full(side) @ full(u)).diagonal(dim1=1, dim2=2) for u, side in pairs)
     b, a = more(b[:, :, None], 0), more(a[:, None, :], 1)
+    seen, sent = N * PLACES[name], N * PLACES[name] * model(x)[0].numel()
+    counts = (sent + seen, seen + sent) if name in TIED else (sent, seen)
+    more_b, more_a = (
+        0.0 if side.ndim == 2 else shrinkage(side.shape[1], [count] * 2, DECAY)
+        for side, count in zip((rows_of(block), columns_of(block)), counts, strict=True)
+    )
     for share in (0.03, 1.0):
         invert(factors.blocks, share)
-        damped = (b + share * b.mean(1, True)) * (a + share * a.mean(2, True))
+        damped = (b + (share + more_b) * b.mean(1, True)) * (a + (share + more_a) * a.mean(2, True))
         close(solved(block, model), densely(block, model, more(more(block.values, 0), 1) + damped - b * a))
 
 

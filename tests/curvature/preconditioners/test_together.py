@@ -77,7 +77,9 @@ def test_layers_of_several_precisions():
 
 
 def tensors_of(block: Block) -> dict[str, Tensor]:
-    return {f"{block.names[0]} {k}": t for k, t in block.state().items() if isinstance(t, Tensor)}
+    state = block.state()
+    state |= {"sparsity": torch.tensor(state["sparsity"]).double()} if "sparsity" in state else {}
+    return {f"{block.names[0]} {k}": t for k, t in state.items() if isinstance(t, Tensor)}
 
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])

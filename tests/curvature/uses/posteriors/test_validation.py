@@ -119,7 +119,7 @@ def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixt
         curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), prior=1e-3)
         posterior.optimize_prior()
     assert len(caplog.records) == 2
-    assert all("mean confidence on the training data falls from 0.99" in line for line in caplog.messages)
+    assert all("mean confidence on the training data falls from" in line for line in caplog.messages)
 
 
 def test_weights_of_classes_may_be_in_single_precision() -> None:

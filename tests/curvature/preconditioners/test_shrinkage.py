@@ -1,0 +1,186 @@
+"""Sides that rest on few rows are damped more, as their small eigenvalues come out too small."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature.preconditioners.block_diagonal
+from curvature import capture
+from curvature.preconditioners import BatchFacts, Block, BlockDiagonalCurvature, CurvatureStatistics, invert
+from support.cases.case import seeded
+from support.running_blocks import (
+    MODELS,
+    block_of,
+    close,
+    columns_of,
+    full,
+    measure,
+    normal_vectors,
+    rows_of,
+    shrinkage,
+)
+
+pytestmark = pytest.mark.fast
+
+KINDS, SHARE, DECAY = ["kronecker", "eigen"], 0.05, 0.9
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def built(name: str, *sizes: int) -> tuple[nn.Module, list[Tensor]]:
+    """A model, and batches of so many samples."""
+    make, inputs = MODELS[name]
+    with seeded(0):
+        model, whole = make().double(), torch.cat([inputs() for _ in range(-(-sum(sizes) // 6))])
+    whole = whole.double() if whole.is_floating_point() else whole
+    return model, list(whole[: sum(sizes)].split(sizes))
+
+
+def trained(kind: str, model: nn.Module, xs: list[Tensor], vectors: int = 1, **options: Any) -> Any:
+    """The block of the first parameter after these batches, inverted at the end alone."""
+    factors = BlockDiagonalCurvature(kind=kind, **options)
+    for x in xs:
+        factors.update_average(measure(factors, model, x, normal_vectors(vectors)), DECAY)
+    invert(factors.blocks, SHARE)
+    return block_of(factors, model)
+
+
+def right_of(block: Any) -> Tensor:
+    """(g, o, i)."""
+    sides = rows_of(block), columns_of(block)
+    count = len(sides[0]), sides[0].shape[1], sides[1].shape[1]
+    return torch.sin(torch.arange(float(torch.Size(count).numel())).double()).reshape(count)
+
+
+def expected(block: Any, outputs: float, inputs: float) -> Tensor:
+    """``(B + outputs mean(B) I)^-1 right (A + inputs mean(A) I)^-1``."""
+    b, a = (
+        torch.stack([m + share * m.trace() / len(m) * torch.eye(len(m)).double() for m in full(side)])
+        for side, share in ((rows_of(block), outputs), (columns_of(block), inputs))
+    )
+    return torch.linalg.solve(b, torch.linalg.solve(a, right_of(block).mT).mT)
+
+
+@each_kind
+@pytest.mark.parametrize("vectors", [1, 3])
+@pytest.mark.parametrize(("name", "sharing", "places"), [("places", "expand", 5), ("places", "reduce", 1)])
+def test_batches_count_by_their_rows_and_their_weights(kind: str, vectors: int, name: str, sharing: str, places: int):
+    """Of different sizes; further vectors send more backprops, and bring no other activations."""
+    model, xs = built(name, 6, 2, 9)
+    block = trained(kind, model, xs, vectors, sharing=sharing)
+    sent, seen = ([rows * places * count for rows in (6, 2, 9)] for count in (vectors, 1))
+    b, a = rows_of(block).shape[1], columns_of(block).shape[1]
+    found = block.inverse(right_of(block))
+    close(found, expected(block, SHARE + shrinkage(b, sent, DECAY), SHARE + shrinkage(a, seen, DECAY)), 1e-7)
+
+
+@each_kind
+def test_it_goes_to_zero_as_rows_grow(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Tenfold rows are a tenth of it, and so are many batches less than one, up to those that the average remembers."""
+    monkeypatch.setattr("curvature.kronecker.factors.MIN_SUBSAMPLE", 10**9)  # all samples are looked at
+    model, (x,) = built("linear", 6)
+    more = []
+    for times in (1, 10, 100, 10_000):
+        block = trained(kind, model, [x.repeat(times, 1)])
+        more.append([own - SHARE for own in block.shares(SHARE)])
+    assert more[0] == pytest.approx([3 * 3 / 6, 3 * 5 / 6])
+    for own, times in zip(more[1:], (10, 100, 10_000), strict=True):
+        assert own == pytest.approx([first / times for first in more[0]])
+    close(block.inverse(right_of(block)), expected(block, SHARE, SHARE), 1e-2)
+    many = [own - SHARE for own in trained(kind, model, [x] * 100).shares(SHARE)]
+    remembered = (1 + DECAY) / (1 - DECAY)
+    assert many == pytest.approx([first / remembered for first in more[0]], rel=1e-3)
+
+
+def of_processes(kind: str, parts: int, places: int, sharing: str) -> list[tuple[float, float]]:
+    """What is added after two batches of 64 samples, shared among processes."""
+    with seeded(0):
+        model, xs = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Tanh()), torch.randn(2, 64, 2, places)
+    factors = BlockDiagonalCurvature(sharing=sharing, kind=kind)
+    for x in xs:
+        total: dict[tuple[str, str], Tensor] = {}
+        for rank, part in enumerate(x.chunk(parts)):
+            with capture(model) as tape:
+                output = model(part)
+            vectors = [normal_vectors(1)(output.detach())]
+            own = factors.measure(tape, [output], vectors, BatchFacts(len(part), rank, parts))
+            for name, block in own.blocks.items():
+                for key, value in block.sums(rank, parts).items():
+                    total[name, key] = total.get((name, key), torch.zeros(())) + value
+        factors.update_average(CurvatureStatistics(factors.statistics_from(total)), DECAY)
+    return [block.shares(SHARE) for block in factors.blocks]  # type: ignore[attr-defined]
+
+
+@each_kind
+@pytest.mark.parametrize("places", [3, 400])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_it_is_the_same_in_one_process_and_in_several(kind: str, places: int, sharing: str):
+    """Activations of one sample in four are looked at, 16 of 64, and the others do not count."""
+    one, *others = (of_processes(kind, parts, places, sharing) for parts in (1, 2, 4))
+    assert all(own == one for own in others)
+    (found,) = one
+    rows = 64 if sharing == "reduce" else 64 * places
+    outputs, inputs = shrinkage(4, [rows] * 2, DECAY), shrinkage(3, [rows // 4] * 2, DECAY)
+    assert found == pytest.approx((SHARE + outputs, SHARE + inputs))
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["linear", "grouped_conv", "tied_autoencoder"])
+def test_it_resumes_from_a_checkpoint(kind: str, name: str):
+    """Batches of different sizes before and after it."""
+    model, (first, second, third) = built(name, 5, 3, 8)
+    factors = BlockDiagonalCurvature(kind=kind)
+    for x in (first, second):
+        factors.update_average(measure(factors, model, x, normal_vectors(1)), DECAY)
+    file = io.BytesIO()
+    torch.save(factors.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    again = BlockDiagonalCurvature(kind=kind)
+    again.load_state_dict(state, dict.fromkeys(state, torch.device("cpu")))
+    found = []
+    for own in (factors, again):
+        own.update_average(measure(own, model, third, normal_vectors(1)), DECAY)
+        invert(own.blocks, SHARE)
+        block = block_of(own, model)
+        found.append((tuple(block.sparsity), block.shares(SHARE), block.inverse(right_of(block))))
+    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
+    assert min(found[0][1]) > SHARE
+
+
+@each_kind
+def test_diagonals_have_none(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """An embedding's rows, of which each look-up is one; sides too large to be whole."""
+    model, (x,) = built("embedding", 6)
+    block = trained(kind, model, [x])
+    sides = (rows_of(block), columns_of(block))
+    assert sorted(side.ndim for side in sides) == [2, 3]
+    wanted = tuple(SHARE if side.ndim == 2 else SHARE + 3 * side.shape[1] / 24 for side in sides)
+    assert block.shares(SHARE) == pytest.approx(wanted)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", 3)
+    model, (x,) = built("grouped_conv", 6)  # sides of 3 and 7
+    block = trained(kind, model, [x])
+    assert columns_of(block).ndim == 2 and block.shares(SHARE) == pytest.approx((SHARE + 3 * 3 / 30, SHARE))
+
+
+@each_kind
+@pytest.mark.parametrize("damping", [0.03, 2.0])
+def test_a_damping_that_is_given_is_all(kind: str, damping: float):
+    """However few rows were seen."""
+    model, (x,) = built("linear", 2)
+    block = trained(kind, model, [x])
+    invert([block], SHARE, damping)
+    (b,), (a,) = rows_of(block), columns_of(block)
+    matrix = torch.kron(b, a) + damping * torch.eye(len(a) * len(b)).double()
+    right = right_of(block)
+    close(block.inverse(right).flatten(), torch.linalg.solve(matrix, right.flatten()), 1e-7)
+
+
+def test_blocks_on_a_diagonal_count_by_their_own_size():
+    """A side that is zero outside of blocks has as many rows in each, and fewer numbers to learn from them."""
+    with seeded(0):
+        model, x = nn.Sequential(nn.Linear(12, 2), nn.Tanh()).double(), torch.randn(6, 12).double()
+    block = trained("kronecker", model, [x], block_size=8)
+    assert isinstance(block, Block) and block.shares(SHARE) == pytest.approx((SHARE + 3 * 2 / 6, SHARE + 3 * 8 / 6))
