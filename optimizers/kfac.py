@@ -50,7 +50,8 @@ class KFAC(SecondOrderOptimizer):
     Without `adaptive` the displacement is ``-step * (M + damping)^-1 m`` with m the debiased running mean of the
     gradients. Isotropic curvature does not know the scale of the loss, so the step size adapts: it grows while the
     gradient still points along the last displacement and shrinks when it points back, inside a trust region on the
-    predicted change of the outputs and on the length of each layer's step.
+    predicted change of the outputs and on the length of each layer's step. Neither the units of the outputs nor those
+    of the loss matter.
 
     With `adaptive` the layers' directions and the last displacement span the exact damped quadratic model of the loss
     of the batch, and its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all
@@ -73,14 +74,17 @@ class KFAC(SecondOrderOptimizer):
 
     Args:
         model: the module that the training loop calls.
-        lr: multiplies the step, without unit; for schedulers. Below one, the step size adapts proportionally slower.
+        lr: multiplies the step, without unit; for schedulers, with a peak of 1 or above. Below one, the step size
+            adapts proportionally slower.
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
-            `curvature.isotropic`). None: factored, 0.05 of the mean eigenvalue of each Kronecker factor.
+            `curvature.isotropic`). None: factored, ``0.05 + 3 d / n`` of the mean eigenvalue of each Kronecker
+            factor of d rows, n being the number of rows that its running mean rests on.
         momentum: decay of the running mean of the gradients, 0 to 1; `adaptive` steps find their own. None: it grows,
-            ``1 - 1 / (10 + t / 20)`` at step t and at most 0.99, and the step follows nine tenths of that mean and a
+            ``1 - 1 / (10 + t / 20)`` at step t and at most 0.967, and the step follows nine tenths of that mean and a
             tenth of the present gradient.
-        weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
-            1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
+        weight_decay: decoupled. None: parameters of two or more dimensions shrink by a fifth of what their layer moves,
+            relative to its norm (not in `adaptive` steps, and not on residuals). A number: ``p -= 1e-3 * lr *
+            weight_decay * p`` at each step, which is AdamW's decay at a rate of 1e-3; 0 turns it off.
         loss: the loss module; only injections other than `isotropic` need it.
         inject: the vectors to backpropagate (default `curvature.isotropic()`); `curvature.empirical()` takes the
             backprops of the training loop's own backward pass. How much each sample counts in them (means, sums, class
@@ -116,7 +120,7 @@ class KFAC(SecondOrderOptimizer):
 
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float | None = None,
-        weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
+        weight_decay: float | None = None, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
         block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
         factor_every: int | None = None, decompose_every: int | None = None,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from optimizers.arguments import check_range
 from optimizers.monitor import Monitor
 
 LOG = logging.getLogger(__name__)
+Made = TypeVar("Made", bound="ModelOptimizer")
 RANGES = (  # of options and arguments: the end is not in the range where it is infinite, or so marked
     ("lr", 0.0, math.inf, False),
     ("momentum", 0.0, 1.0, True),
@@ -22,11 +24,25 @@ RANGES = (  # of options and arguments: the end is not in the range where it is 
     ("damping", 0.0, math.inf, False),
     ("factor_decay", 0.0, 1.0, True),
 )
-OPTIONAL = "damping", "momentum"  # may be None
+OPTIONAL = "damping", "momentum", "weight_decay"  # may be None
+ELSEWHERE = {  # arguments of torch's optimizers, and what has their place here
+    "betas": "see momentum", "nesterov": "see momentum", "dampening": "see momentum", "eps": "see damping",
+    "params": "pass the model", "alpha": "see factor_decay", "etas": "step sizes are found", "rho": "see momentum",
+} | dict.fromkeys(
+    ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "centered",
+     "lr_decay", "momentum_decay", "step_sizes", "initial_accumulator_value"), "leave it out",
+)  # fmt: skip
 
 
 class ModelOptimizer(torch.optim.Optimizer):
     """Trains all parameters of a model that require a gradient; frozen ones are taken too, for they may be thawed."""
+
+    def __new__(cls: type[Made], *args: Any, **options: Any) -> Made:
+        """Refuse arguments of torch's optimizers, saying what has their place."""
+        known = inspect.signature(cls.__init__).parameters
+        for name in options.keys() & ELSEWHERE.keys() - known.keys():
+            raise TypeError(f"{name}: {cls.__name__} has no {name}: {ELSEWHERE[name]}")
+        return super().__new__(cls)
 
     def __init__(self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]] = ()) -> None:
         if not any(p.requires_grad for p in model.parameters()):

@@ -107,7 +107,7 @@ class Monitor:
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part."""
-        counts = {name: self.counts[name] for name in ("rollbacks", "failures", *EVENTS)}
+        counts = {name: self.counts[name] for name in ("rollbacks", "overshoots", "failures", *EVENTS)}
         own = {"steps": self.steps, "skipped": self.skipped, **counts}
         return own | self.last() | {"seconds_in": dict(self.seconds)}
 

@@ -101,8 +101,9 @@ class NaturalGradient(SecondOrderOptimizer):
         check_flag("line_search", line_search)
         check_flag("layerwise", layerwise)
         refuse_sharded(model, "NaturalGradient")
-        if momentum is None:
-            raise TypeError("momentum: expected a number, found None")
+        for name, value in (("momentum", momentum), ("weight_decay", weight_decay)):
+            if value is None:
+                raise TypeError(f"{name}: expected a number, found None")
         if inject is None:
             inject = isotropic() if loss is None else exact()
         if step_rule is not None and line_search:
@@ -126,7 +127,7 @@ class NaturalGradient(SecondOrderOptimizer):
         )  # fmt: skip
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
-        """Refuse parameters that are solved for together and have not the same damping or momentum."""
+        """Refuse parameters that are solved for together and have not the same damping or momentum; decay by steps."""
         context = super()._context(closure)
         together = {"all parameters": context.options}
         if self.arguments["layerwise"]:
@@ -135,6 +136,8 @@ class NaturalGradient(SecondOrderOptimizer):
         for who, options in together.items():
             for name in ("damping", "momentum"):
                 shared_option(options, name, who)
+        if any(options["weight_decay"] is None for options in context.options.values()):  # of a group
+            raise TypeError("weight_decay: expected a number, found None")
         return context
 
     def residual_step(self) -> GaussNewtonStep:

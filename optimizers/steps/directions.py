@@ -25,30 +25,34 @@ class Direction:
 
 HORIZON = 10.0  # steps that the running mean remembers at first ...
 GROWTH = 1 / 20  # ... and how many more at each step ...
-LONGEST_HORIZON = 100.0  # ... up to so many
+LONGEST_HORIZON = 30.0  # ... up to so many
 PRESENT = 0.1  # share of the present gradient in what is solved for
+
+
+def horizon(step: int) -> float:
+    """Steps that the running mean of the gradients remembers, where no momentum is given."""
+    return min(HORIZON + GROWTH * step, LONGEST_HORIZON)
 
 
 class Momentum:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
 
-    Where no momentum is given, the mean remembers more and more steps (`recall` times as many), and a share of the
-    present gradient is mixed in (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late
-    (docs/lab_book.md). Nothing changes until ``Direction.keep``.
+    Where no momentum is given, the mean remembers more and more steps, and a share of the present gradient is mixed in
+    (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late (docs/lab_book.md). Nothing
+    changes until ``Direction.keep``. Gradients come in units of their usual norm, so that the mean has none.
     """
 
     def __init__(self) -> None:
         self.mean: LayerVector | None = None  # as of the last step that was taken
 
-    def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, unit: float) -> Direction:
         layout, states = g.layout, context.states
         mean = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[names[0]]["momentum"] for names in layout.names_by_run]
-        horizon = min(HORIZON + GROWTH * context.preconditioner.monitor.steps, LONGEST_HORIZON)
-        horizon = max(recall * horizon, 1.0)
+        remembered = horizon(context.preconditioner.monitor.steps)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
         for momentum, (first, *_) in zip(momenta, layout.names_by_run, strict=True):
-            fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
+            fresh, known = 1 / remembered if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
         present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
@@ -75,22 +79,23 @@ class Spring:
     """``u = (G + damping)^-1 (g + damping * momentum * last u)`` for each block of exact curvature.
 
     This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING, arXiv:2401.10190).
+    Gradients, and u, come and go in units of length `unit`; the last u is kept without.
     """
 
     def __init__(self) -> None:
         self.last: LayerVector | None = None
 
-    def __call__(self, context: StepContext, g: LayerVector, recall: float) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, unit: float) -> Direction:
         layout, dampings, right = g.layout, _dampings(context, g.layout), g
         momenta = [context.options[first]["momentum"] or 0.0 for first, *_ in layout.layers]
         if any(momenta):
             last = of_states(layout, "direction", context.states, context.trained, self.last)
             right = LayerVector(layout, [x.clone() for x in last.vectors])
-            right.multiply_layers_([a * b for a, b in zip(dampings, momenta, strict=True)])
+            right.multiply_layers_([a * b / unit for a, b in zip(dampings, momenta, strict=True)])
             for x, y in zip(right.vectors, g.vectors, strict=True):
                 x.add_(y)
         u = context.preconditioner.solve_vector(right, context.trained)
-        kept = LayerVector(layout, [x.clone() for x in u.vectors]) if any(momenta) else None  # steps scale u in place
+        kept = LayerVector(layout, [x * unit for x in u.vectors]) if any(momenta) else None  # steps scale u in place
 
         def keep() -> None:
             self.last = kept

@@ -102,7 +102,7 @@ class LineSearchStep(StepRule):
         timed = context.preconditioner.monitor.timed
         with timed("solve"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
-            direction = self.direction(context, g, recall=1.0)
+            direction = self.direction(context, g, unit=1.0)
             direction.keep()
         own = {name: context.trained[name] for name in direction.u}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)

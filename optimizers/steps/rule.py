@@ -65,7 +65,7 @@ class StepContext:
         if scaling.found_inf is not None:
             good = good and not float(scaling.found_inf)
         if not any_sharded(trained):
-            return good
+            return self.preconditioner.team.processes.all_reduce_max([float(not good)]) == [0.0]  # of all processes
         bad = torch.full((len(trained),), float(not good), device=trained[0].device)
         return float(sum_over_shards(bad, trained).sum()) == 0  # on all shards
 
@@ -198,9 +198,9 @@ class StepRule:
 # -- arithmetic that rules share
 
 
-def kept_by_decay(options: Mapping[str, float]) -> float:
-    """What decoupled weight decay leaves of a parameter at a step, given the options of its group."""
-    return 1 - DECAY_RATE * options["lr"] * options["weight_decay"]
+def kept_by_decay(options: Mapping[str, Any]) -> float:
+    """What decoupled weight decay leaves of a parameter at a step, given the options of its group; None is none."""
+    return 1 - DECAY_RATE * options["lr"] * (options["weight_decay"] or 0.0)
 
 
 class Origin:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvature.linalg import by_device, widen
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
-from optimizers.steps.directions import Direction, Momentum, Spring
+from optimizers.steps.directions import HORIZON, Direction, Momentum, Spring, horizon
 from optimizers.steps.layer_vector import (
     Layer,
     LayerVector,
@@ -45,85 +45,54 @@ from optimizers.steps.rule import (
     layout_of_step,
 )
 
+FIRST = 1.25  # times the least change of the outputs is that of the first step
+DECAY_SHARE = 0.2  # of the length of a step is that of the decay of weights
+TINY = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class TrustRegionConstants:
-    """The numbers of the algorithm. None is derived: they come from experiments, see docs/lab_book.md."""
+    """The numbers of the algorithm. None is derived: docs/lab_book.md has what happens without each."""
 
-    first_output_change: float = 0.3  # rms change of an output entry that the first step aims at, before bounds
     # how the step size follows the slopes
-    rate: float = 0.3  # of growth per step in the first steps, where the loss falls as steeply as before
-    late_rate: float = 0.1  # later: where other networks change the loss (GANs), slopes are positive at any step size
-    shrink: float = 1.0  # limit per step, over their number: without replacement, slopes are negative at any step size
+    growth: float = 3.0  # per step while the loss falls as steeply as before, over the horizon of the running mean
     slope_decay: float = 0.9  # of the running means of slopes
-    straight: float = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
-    start: float = 40.0  # steps after which `rate` has halved
-    flat: float = 1e-5  # of the steepest slope: smaller ones are rounding, or the loss is zero, and are ignored
-    lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
-    lowered: float = 1.5  # an lr smaller than the usual one by this factor was lowered: the step size does not grow
-    # overshoots
     overshoot: float = 2.0  # a ratio of slopes this far below min(mean, 0), with a long gradient: the step is undone
-    least_shrink: float = 0.2  # of the step size after an overshoot
     # bounds
-    first_trust: float = 0.15  # first and least bound on a layer, as a share of its norm, over the root of their number
-    largest_trust: float = 0.2  # that bound grows no further
-    wider: float = 1.1  # the bound on layers at each step after which the loss falls as steeply as before ...
-    narrower: float = 0.8  # ... and at each other step
-    slack: float = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
-    change_factor: float = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
-    change_decay: float = 0.95  # of that running mean
-    largest_output_change: float = 0.2  # of one plus the outputs' root mean square, for the gradient of the step
-    least_output_change: float = 0.06  # floor of the step size, in the same units, for the largest gradient ...
-    less: float = 0.9  # ... times this at each sign of instability, for good ...
-    quiet: float = 1 / 3  # ... times this power of how far gradients have shrunk: so has their noise
-    largest_quiet: float = 4.0  # of that factor
-    memory: float = 0.999  # decay of the steepest slope, the largest change and the longest gradient
-    longest_gradient: float = 2.0  # gradients are clipped to this multiple of the running mean of their norms
-    long_gradient: float = 1.5  # a longer one is taken for a sign of instability ...
+    trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
+    floor: float = 0.24  # least change of the outputs for the largest gradient, as a share of their size ...
+    less: float = 0.9  # ... times this at each sign of instability, until lr moves ...
+    quiet: float = 1 / 3  # ... over this power of how far gradients have shrunk: so has their noise
+    top: float = 0.5  # largest change of the outputs, as a share of their size
+    memory: float = 0.999  # decay of the largest change and of the longest gradient
+    # gradients
+    most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
+    long: float = 1.5  # a longer gradient is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
-    norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
-    far_gradient: float = 100.0  # times that mean: such gradients are no sign of instability ...
-    most_far: float = 2.0  # ... after this many in a row the loss has another scale: the next one begins anew
-    # how many gradients the running mean remembers
-    ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss ...
-    ratio_start: float = 30.0  # ... which begins as the mean of so many zeros
-    largest_ratio: float = 3.0  # that counts
-    forget: float = 0.94  # of the memory, at each step while that mean is above one: what is remembered is out of date
-    recover: float = 1.001  # of the memory, at each other step
-    least_recall: float = 0.01  # of the memory
+    far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
+    decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
     largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
 
 
 class TrustState(NamedTuple):
-    """What is known of how far to go."""
+    """What is known of how far to go. Lengths of gradients and slopes are in units of `norm`."""
 
     size: float  # multiplies the direction
-    trust: float  # longest step of a layer, relative to the norm of its parameters
     change: float  # running root mean square of the outputs' predicted change for step size one
     largest_change: float  # its largest value, slowly forgotten
-    least_output_change: float  # of 1 + the outputs' rms, for the largest change: the step size shrinks no further
+    floor: float  # share of the outputs' size, for the largest change: the step size shrinks no further
     norm: float  # running mean of the gradients' norms, each clipped
+    longest: float  # its largest value, slowly forgotten
+    lr: float  # of the last step
+    spread: float = 0.0  # running standard deviation of the gradients' norms
     slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
-    uncut: float = 0.0  # what the slope would be without the bounds on the layers
+    kept: float = 1.0  # share of it that the bounds on the layers have left
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
-    steepest: float = 0.0  # the largest absolute slope, slowly forgotten
-    spread: float = 0.0  # running standard deviation of the gradients' norms
-    lr: float = 0.0  # the largest so far, which rises by a tenth per step: one that is large for a few does not count
-    overshoots: float = 0.0  # how many steps were undone
-    largest_norm: float = 0.0  # the largest value of `norm`, slowly forgotten
-    ratio: float = 0.0  # running mean of the ratio of slopes; above one where the loss steepens along the steps
-    recall: float = 1.0  # share of the usual number of gradients that the running mean remembers
     measured: float = 0.0  # decayed sums of the energies of steps, of all layers together
     predicted: float = 0.0
-    far: float = 0.0  # how many gradients in a row were far longer than the mean
-
-    @property
-    def made(self) -> float:
-        """The step size of the last step, as far as the bounds on the layers have left its slope."""
-        return self.size * (self.slope / self.uncut if self.uncut else 1.0)
 
     @property
     def underestimate(self) -> float:
@@ -184,73 +153,75 @@ class TrustRegionStep(StepRule):
             renewal = context.renew(gradients)
             self._compare_energies(context)
 
-        # 2. the direction u = (M + damping)^-1 m, m the running mean of clipped gradients and a share of this one
+        # 2. the direction u = (M + damping)^-1 m, m the running mean of clipped gradients in units of their usual norm
         with preconditioner.monitor.timed("direction"):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             last, state, ratio = self._last(context, g.layout), self.state, 0.0
             direction, facts = self._directed(context, g, last)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
+        if not facts.norm:  # it says nothing, not even of its scale
+            return self._without_gradient(context, loss, g.layout, renewal)
 
         # 3. the last step, seen from its end; one that went far too far is undone
         if state is not None:
             ratio = slope_ratio(facts.along_last, state.slope)
             if is_overshoot(state, ratio, facts.norm, c):
                 self.state = undone(state, ratio, c)
-                return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
+                return Outcome(loss, self._undo(context, last), self._entry(context, renewal), renewal)
 
-        # 4. each layer's direction on the scale of its measured curvature; the outputs' change for step size one
+        # 4. layers on the scale of their measured curvature; the outputs' change for step size one, and their size
         layout, scales = g.layout, self._scales(g.layout)
         slopes, energies, lengths = facts.scaled(scales, direction.dampings)
-        change = math.sqrt(sum(energies) * self._output_gain(context))
+        change = self._change(context, [1.0] * len(energies), energies)
+        trust = c.trust / math.sqrt(max(preconditioner.layer_count, 1))
+        bounds = within_trust(layout, trust, lengths, facts.sizes)
+        reach = context.outputs.rms or self._change(context, bounds, energies)  # of zeros their change at the bounds
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
         steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
-        least_trust = c.first_trust / math.sqrt(max(preconditioner.layer_count, 1))
         if state is None:
-            state = started(change, facts.norm, least_trust, c)
-        elif has_new_scale(state, facts.norm, c):
-            state = restarted(state, started(change, facts.norm, least_trust, c))
+            state = started(change, reach, facts.norm, lr, c)
         else:
-            state = adapted(remembered(state, facts.along_last, steps, c), ratio, facts.norm, steps, lr, least_trust, c)
-        state, size = bounded(state, change, context.outputs.rms, c)
+            state = adapted(state, ratio, facts.norm, steps, lr, horizon(preconditioner.monitor.steps), c)
+        state, size = bounded(state, change, reach, c)
 
-        # 6. no layer moves by more than lr times a share of its norm
+        # 6. no layer moves by more than lr times a share of its norm; weights decay as far as a share of that
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
-        rates = within_trust(layout, size, state.trust, lengths, facts.sizes, lrs)
+        rates = [lr * min(size, bound) for lr, bound in zip(lrs, bounds, strict=True)]
 
         # 7. the step, and what is to be known of it at the next one
         direction.keep()
         direction.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
-        # energies and slope are those before rows are cut
-        _bound_rows(context, direction.u, state.trust, facts.sizes)
-        decay_weights(context, layout)  # in place, before the optimizer adds the step
+        _bound_rows(context, direction.u, trust, facts.sizes)
+        moved = [trust * rate / bound if bound else 0.0 for rate, bound in zip(rates, bounds, strict=True)]
+        decay_weights(context, layout, moved)  # in place, before the optimizer adds the step
         self._keep(context, direction.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
-        slope = -sum([rate * own for rate, own in zip(rates, slopes, strict=True)])
-        uncut = -size * sum([own_lr * own for own_lr, own in zip(lrs, slopes, strict=True)])
-        self.state = state._replace(slope=slope, uncut=uncut)
-        return Outcome(loss, direction.u.views, self._entry(renewal), renewal)
+        self.state = with_slopes(state, rates, [lr * size for lr in lrs], slopes, self.state)
+        return Outcome(loss, direction.u.views, self._entry(context, renewal), renewal)
 
-    def _entry(self, renewal: Renewal) -> dict[str, Any]:
-        assert self.state is not None
-        own = {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
-        return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
+    def _entry(self, context: StepContext, renewal: Renewal) -> dict[str, Any]:
+        size = self.state.size if self.state else 0.0
+        made = {"step_size": size, "overshoots": context.preconditioner.monitor.counts["overshoots"]}
+        return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | made
 
     # -- methods that read or write what is kept
 
     def _directed(self, context: StepContext, g: LayerVector, last: LayerVector) -> tuple[Direction, Facts]:
         """The direction and the facts of the step; one batch far out of scale must not dominate the running mean."""
-        state, most = self.state, self.constants.longest_gradient
-        found = self.direction(context, g, state.recall if state else 1.0)
-        facts = _read(context, g, last, found)
-        if state is None or not 0 < most * state.norm < facts.norm < math.inf:  # after zeros alone none is too long
-            return found, facts
-        if has_new_scale(state, facts.norm, self.constants):
-            return found, facts
-        g.multiply_(most * state.norm / facts.norm)
-        found = self.direction(context, g, state.recall)
+        state, most, unit = self.state, self.constants.most, self.state.norm if self.state else 1.0
+        if unit != 1:
+            g.multiply_(1 / unit)
+        direction = self.direction(context, g, unit)
+        facts = _read(context, g, last, direction)
+        if not 0 < facts.norm < math.inf or (state is not None and facts.norm <= most):
+            return direction, facts
+        if state is None:  # the first gradient is the unit
+            most, unit = 1.0, facts.norm
+        g.multiply_(most / facts.norm)
+        direction = self.direction(context, g, unit)
         # the last step is judged by the gradient as it came
-        return found, _read(context, g, last, found)._replace(norm=facts.norm, along_last=facts.along_last)
+        return direction, _read(context, g, last, direction)._replace(norm=facts.norm, along_last=facts.along_last)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """A batch that is not finite is left out; the second in a row undoes the last step and shortens the next."""
@@ -266,6 +237,11 @@ class TrustRegionStep(StepRule):
         last = self._last(context, layout_of_step(context, gradients))
         self.state = undone(self.state, -math.inf, self.constants)
         return Outcome(loss, self._undo(context, last), is_skipped=True)
+
+    def _without_gradient(self, context: StepContext, loss: Any, layout: Layout, renewal: Renewal) -> Outcome:
+        """Where it is zero, parameters decay at most."""
+        decay_weights(context, layout, [0.0] * len(layout.layers))
+        return Outcome(loss, {}, self._entry(context, renewal), renewal)
 
     def _last(self, context: StepContext, layout: Layout) -> LayerVector:
         """The last step, zeros where there was none; parameters that do not move now have none any more."""
@@ -283,6 +259,7 @@ class TrustRegionStep(StepRule):
 
     def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
+        context.preconditioner.monitor.counts["overshoots"] += 1
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
@@ -320,9 +297,10 @@ class TrustRegionStep(StepRule):
             for layer in own
         ]
 
-    def _output_gain(self, context: StepContext) -> float:
-        """Mean square change of an output entry that is predicted for a step of energy one."""
-        return (1.0 if self.state is None else self.state.underestimate) / context.outputs.entries_per_sample
+    def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
+        """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
+        gain = (1.0 if self.state is None else self.state.underestimate) / context.outputs.entries_per_sample
+        return math.sqrt(sum([rate**2 * energy for rate, energy in zip(rates, energies, strict=True) if energy]) * gain)
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
@@ -388,21 +366,9 @@ def _energy(product: float, damping: float, length: float) -> float:
 # -- how far to go
 
 
-def started(change: float, norm: float, least_trust: float, c: TrustRegionConstants) -> TrustState:
-    """The state before the first step; the change of an output entry is that for step size one."""
-    size = c.first_output_change / max(change, torch.finfo(torch.float32).tiny)
-    return TrustState(size, least_trust, change, change, c.least_output_change, norm, largest_norm=norm)
-
-
-def has_new_scale(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
-    """Whether the loss has another scale, as after a long time without rewards, where gradients were zero."""
-    return state.far >= c.most_far and norm > c.far_gradient * state.norm
-
-
-def restarted(state: TrustState, first: TrustState) -> TrustState:
-    """The state of a first step, except for what does not depend on the scale of the loss."""
-    kept = "lr", "overshoots", "ratio", "recall", "measured", "predicted"
-    return first._replace(**{name: getattr(state, name) for name in kept})
+def started(change: float, reach: float, norm: float, lr: float, c: TrustRegionConstants) -> TrustState:
+    """The state before the first step; `change` is that of an output entry for step size one, in units of `norm`."""
+    return TrustState(FIRST * c.floor * reach / max(change, TINY), change, change, c.floor, norm, norm, lr)
 
 
 def slope_ratio(slope: float, predicted: float) -> float:
@@ -415,112 +381,100 @@ def slope_ratio(slope: float, predicted: float) -> float:
 def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionConstants) -> bool:
     """Whether the last step went far too far; without replacement, the usual ratio may be negative."""
     usual = max(min(slope_ratio(state.ends, state.starts), 0.0), -c.overshoot)
-    # in a game the spread is that of the game, and long gradients are the first sign that it gets out of hand
-    plays = state.recall < 1
-    return ratio < usual - c.overshoot and (norm > c.long_gradient * state.norm if plays else is_long(state, norm, c))
+    return ratio < usual - c.overshoot and is_long(state, norm, c)
 
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
-    """Whether a gradient is much longer than the running mean, and than single batches are."""
-    return norm > max(c.long_gradient * state.norm, state.norm + c.spreads * state.spread)
+    """Whether a gradient, in units of the running mean, is much longer than that, and than single batches are."""
+    return norm > max(c.long, 1 + c.spreads * state.spread)
 
 
 def adapted(
-    state: TrustState, ratio: float, norm: float, steps: int, lr: float, least_trust: float, c: TrustRegionConstants
+    state: TrustState, ratio: float, norm: float, steps: int, lr: float, remembered: float, c: TrustRegionConstants
 ) -> TrustState:
-    """The step size and the bound on layers after a look at the last step, given its ratio of slopes.
+    """The state after a look at the last step, given its ratio of slopes and the gradient's norm in the usual units.
 
-    `lr` is the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
-    lowered it, short steps say nothing about long ones, and the step size does not grow.
+    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
-    mean, steepness = slope_ratio(ends, starts), abs(state.slope)
-    is_unstable, is_straight = ratio < 0 and is_long(state, norm, c), ratio > c.straight
-
-    rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
-    # growth slows down to `late_rate`. The limit on shrinking goes to zero: later, bounds and instability shorten steps
-    growth = max((rate if mean > 0 else c.rate) * mean, -c.shrink / (1 + steps))
+    is_unstable = ratio < 0 and is_long(state, norm, c)
     if is_unstable:
-        growth = c.rate * max(ratio, -1.0)
-    if state.lr > c.lowered * lr:
-        growth = min(growth, 0.0)
+        growth = c.growth / HORIZON * max(ratio, -1.0)
+    else:
+        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size
+        growth = max(c.growth / remembered * slope_ratio(ends, starts), -1 / (1 + steps))
     growth *= min(lr, 1.0)
-    if steepness < c.flat * state.steepest:
-        growth = 0.0
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
-    size = min(state.size, c.slack * state.made) if growth < 0 else state.size
+    size = state.size * (state.kept if growth < 0 else 1.0)
 
-    usual = state.norm or norm  # after zeros alone the first gradient is the usual one
-    weight = max(1 / (1 + steps), 1 - c.norm_decay)
-    off = min(norm, c.longest_gradient * usual) - usual
-    trust = state.trust * (c.wider if is_straight else c.narrower)
-    is_far = 0 < c.far_gradient * state.norm < norm
+    weight = max(1 / (1 + steps), 1 - c.decay)
+    off = min(norm, c.most) - 1
+    # the new norm in units of the old; as long after a step was undone as before, it is the scale of the loss
+    unit = norm if norm > c.far and not state.slope else 1 + weight * (clipped(norm, 1.0, c) - 1)
+    # a schedule anneals where it moves lr: what anneals by itself begins anew
+    floor = c.floor if lr != state.lr else state.floor * (c.less if is_unstable else 1.0)
     return state._replace(
-        size=size * math.exp(growth),
-        trust=min(max(trust, least_trust), c.largest_trust),
-        starts=starts,
-        ends=ends,
-        steepest=max(steepness, c.memory * state.steepest),
-        norm=usual + weight * off,
+        size=size * math.exp(growth) * unit,
+        starts=starts / unit,
+        ends=ends / unit,
+        norm=state.norm * unit,
+        longest=max(state.norm * unit, c.memory * state.longest),
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
-        least_output_change=state.least_output_change * (c.less if is_unstable else 1.0),
-        lr=max(state.lr, min(lr, c.lr_growth * state.lr or lr)),
-        far=state.far + 1 if is_far else 0.0,
+        floor=floor,
+        lr=lr,
     )
 
 
-def remembered(state: TrustState, slope: float, steps: int, c: TrustRegionConstants) -> TrustState:
-    """How many gradients to remember: less and less while the loss steepens along the steps, as that of a GAN may."""
-    if not state.slope or math.isnan(slope):
-        return state
-    seen = min(max(slope / state.slope, -c.overshoot), c.largest_ratio)
-    weight = max(1 / (c.ratio_start + steps), 1 - c.ratio_decay)
-    ratio = state.ratio + weight * (seen - state.ratio)
-    recall = c.forget * state.recall if ratio > 1 else min(c.recover * state.recall, 1.0)
-    return state._replace(ratio=ratio, recall=max(recall, c.least_recall))
+def clipped(length: float, usual: float, c: TrustRegionConstants) -> float:
+    """At most a multiple of the usual one; of those that are far longer more counts, since the scale may be another."""
+    return min(length, (c.far if length > c.far * usual else c.most) * usual)
 
 
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
-    """The state after the last step was undone: the secant's step size for its ratio of slopes, at least a fifth."""
-    size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
-    least = c.less * state.least_output_change
-    overshoots = state.overshoots + 1
-    return state._replace(size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
+    """The state after the last step was undone: the secant's step size for its ratio of slopes."""
+    size = state.size * state.kept / (1 - ratio)
+    return state._replace(size=size, slope=0.0, kept=1.0, floor=c.less * state.floor)
 
 
-def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
+def bounded(state: TrustState, change: float, reach: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
     """The step size within bounds, and that of this step, which is shorter where its change is far above the mean.
 
-    `change` is the predicted rms change of an output entry for step size one, `output_rms` the rms of the entries.
+    `change` is the predicted rms change of an output entry for step size one, `reach` the size of the outputs.
     """
-    tiny, reach = torch.finfo(torch.float32).tiny, 1 + output_rms
-    counted = min(change, c.change_factor * state.change) if state.change else change
-    mean = math.sqrt(c.change_decay * state.change**2 + (1 - c.change_decay) * counted**2)
+    counted = clipped(change, state.change, c) if state.change else change
+    mean = math.sqrt(c.decay * state.change**2 + (1 - c.decay) * counted**2)
     largest = max(mean, c.memory * state.largest_change)
-    longest = max(state.norm, c.memory * state.largest_norm)
-    quiet = min((longest / max(state.norm, tiny)) ** c.quiet, c.largest_quiet)
-    least = quiet * state.least_output_change * reach / max(largest, tiny)
-    most = c.largest_output_change * reach / max(counted, tiny)
-    size = min(max(state.size, least), most)
-    state = state._replace(size=size, change=mean, largest_change=largest, largest_norm=longest)
-    return state, size * (counted / change if change else 1.0)
+    least = (state.norm / state.longest) ** (1 - c.quiet) * state.floor * reach / max(largest, TINY)
+    state = state._replace(
+        size=min(max(state.size, least), c.top * reach / max(counted, TINY)), change=mean, largest_change=largest
+    )
+    return state, state.size * (counted / change if change else 1.0)
 
 
-def within_trust(
-    layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float], lrs: Sequence[float]
-) -> list[float]:
-    """The rate of each layer, whose direction has that length: lr times at most `trust` of its norm."""
+def with_slopes(
+    state: TrustState,
+    rates: Sequence[float],
+    uncut: Sequence[float],
+    slopes: Sequence[float],
+    before: TrustState | None,
+) -> TrustState:
+    """With the slope along a step at these rates of layers, before rows are cut, in the units of the next gradient."""
+    made, whole = (-sum([rate * slope for rate, slope in zip(some, slopes, strict=True)]) for some in (rates, uncut))
+    unit = before.norm / state.norm if before else 1.0
+    return state._replace(slope=made * unit, kept=made / whole if whole else 1.0)
+
+
+def within_trust(layout: Layout, trust: float, lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """The largest rate of each layer, whose direction has that length: it moves by at most `trust` of its norm."""
     # at least 1, so that tensors that start at zero can move
     norms = iter([max(x, 1.0) for x in sizes])
     whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
     if layout.owners:  # parts of one block have options of their own, and are cut together
         lengths, whole = (_together(x, layout.owners) for x in (lengths, whole))
-    return [
-        lr * (min(size, trust * norm / length) if length else size) if math.isfinite(length) else 0.0
-        for length, norm, lr in zip(lengths, whole, lrs, strict=True)
-    ]
+    pairs = zip(lengths, whole, strict=True)
+    return [(trust * norm / length if length else math.inf) if math.isfinite(length) else 0.0 for length, norm in pairs]
 
 
 def _together(norms: Sequence[float], owners: Sequence[Layer]) -> list[float]:
@@ -545,14 +499,22 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
             own.mul_((longest / norm(own).clamp(min=torch.finfo(longest.dtype).tiny)).clamp(max=1)[:, None])
 
 
-def decay_weights(context: StepContext, layout: Layout) -> None:
-    """Decoupled weight decay, before the step, in one call for each device."""
-    decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
-    if not decayed:
-        return
-    kept = iter([kept_by_decay(context.options[name]) for name in decayed])
-    for own in by_device([to_local(context.trained[name]) for name in decayed]):
-        torch._foreach_mul_(own, [next(kept) for _ in own])
+def decay_weights(context: StepContext, layout: Layout, moved: Sequence[float]) -> None:
+    """Decoupled weight decay, before the step, in one call for each device.
+
+    Where the decay is None, matrices shrink by a share of how far their layer has `moved`, relative to its norm.
+    """
+    kept = {}
+    for layer, movement in zip(layout.layers, moved, strict=True):
+        for name in layer:
+            if context.options[name]["weight_decay"] is not None:
+                kept[name] = kept_by_decay(context.options[name])
+            elif context.trained[name].ndim > 1:
+                kept[name] = 1 - DECAY_SHARE * movement
+    kept = {name: share for name, share in kept.items() if share != 1}
+    factors = iter(kept.values())
+    for tensors in by_device([to_local(context.trained[name]) for name in kept]):
+        torch._foreach_mul_(tensors, [next(factors) for _ in tensors])
 
 
 def _noted(

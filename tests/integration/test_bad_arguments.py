@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ BAD: dict[str, list[Any]] = {
     "lr": [None, *NO_NUMBERS, *NO_RANGE],
     "damping": [*NO_NUMBERS, *NO_RANGE],
     "momentum": [*NO_NUMBERS, *NO_RANGE, 1, 1.5],
-    "weight_decay": [None, *NO_NUMBERS, *NO_RANGE],
+    "weight_decay": [*NO_NUMBERS, *NO_RANGE],
     "factor_decay": [None, *NO_NUMBERS, *NO_RANGE, 1.0],
     "loss": ["mse", 3, nn.MSELoss, torch.ones(())],
     "inject": ["isotropic", 3, curvature.isotropic, curvature.exact],
@@ -46,11 +47,12 @@ LAYERS = {
     "factor_every": [*NO_WHOLE, 0, -1],
     "decompose_every": [*NO_WHOLE, 0, -1],
 }
-WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG, "momentum": [None, *BAD["momentum"]]}
+WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG}
+WHOLE |= {name: [None, *BAD[name]] for name in ("momentum", "weight_decay")}  # None means something to KFAC alone
 OWN = {
     "KFAC": BAD | LAYERS,
     "EKFAC": BAD | LAYERS,
-    "NaturalGradient": BAD | WHOLE | {"momentum": [None, *BAD["momentum"]]},
+    "NaturalGradient": BAD | WHOLE,
 }
 CELLS = [(maker, name) for maker, table in OWN.items() for name in table]
 
@@ -79,6 +81,7 @@ GOOD: dict[str, list[Any]] = {
     "lr": [0, 1, 0.5, np.float64(0.5), np.float32(0.5), np.int64(1), torch.tensor(0.5), torch.tensor([0.5])],
     "damping": [None, 0.0, 1, np.float32(0.1)],
     "momentum": [0, 0.99, np.float64(0.5)],
+    "weight_decay": [0, 0.0, 0.1, np.float64(0.5)],
     "seed": [0, -1, np.int64(3), 2**63],
     "loss": [None, nn.CrossEntropyLoss(), F.cross_entropy],
 }
@@ -104,6 +107,23 @@ def test_what_is_no_model(maker: str):
     for value in [*no_models, model.state_dict(), model.named_parameters(), nn.Linear, "model"]:
         with pytest.raises(TypeError, match="model: pass the model itself, not its parameters"):
             MAKERS[maker](value)
+    with pytest.raises(TypeError, match=r"\(found the class Linear, no instance of it\)"):
+        MAKERS[maker](nn.Linear)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("given", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_arguments_of_other_optimizers(maker: str, given: Any):
+    """Say what has their place; a word that nobody knows is left to Python."""
+    model, known = network(), inspect.signature(getattr(MAKERS[maker], "func", MAKERS[maker])).parameters
+    for name in inspect.signature(given).parameters.keys() - known.keys() - {"params"}:
+        with pytest.raises(TypeError, match=rf"^{name}: \w+ has no {name}: (see|leave)"):
+            MAKERS[maker](model, **{name: None})
+    with pytest.raises(TypeError, match="betas: .*see momentum"):
+        MAKERS[maker](model, betas=(0.9, 0.999))
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        MAKERS[maker](model, bettas=(0.9, 0.999))
     assert_untouched(model)
 
 
@@ -139,6 +159,10 @@ def test_parameter_groups(maker: str):
             with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
                 opt.step(closure)
         opt.param_groups[0][name] = kept
+    if maker == "NaturalGradient":  # whose steps are of all parameters together
+        opt.param_groups[0]["weight_decay"] = None
+        with pytest.raises(TypeError, match="^weight_decay: expected a number, found None"):
+            opt.step(closure)
     assert opt.steps == 0 and all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 

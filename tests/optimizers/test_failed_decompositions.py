@@ -72,7 +72,7 @@ def test_matrices_of_one_shape_share_no_fate(faulty):
     """Of two blocks inverted together one fails for good: the other has its inverse, the first keeps its old one."""
     good, bad = (block_of(spd(1, 4, 4, seed=k), spd(1, 3, 3, seed=k + 2)) for k in (0, 1))
     columns = columns_of(bad)[0]
-    first = columns[0, 0] / columns.diagonal().mean() + 0.05
+    first = columns[0, 0] / columns.diagonal().mean() + bad.shares(0.05)[1]
     x = torch.randn(4, 3)
     invert([good, bad], 0.05)
     old = bad.solve([x])[0]

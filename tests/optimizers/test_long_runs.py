@@ -62,18 +62,15 @@ def classify(model: nn.Module, x: Tensor, y: Tensor, batches: Iterator[Any]) -> 
 
 def test_long_past_zero_loss() -> None:
     """The step size used to grow to 1e8 while gradients vanished; then one batch threw the model away for good."""
-    (x, y), worst, ends, sizes, growth = digits(), [], [], [], []
+    (x, y), worst, ends, sizes = digits(), [], [], []
     for order in ORDERS:
         model = network()
         opt, batches = KFAC(model), classify(model, x, y, draws(len(x), 128, order))
-        losses = train(model, opt, batches, 350)
-        before = opt.stats()["step_size"]
-        losses += train(model, opt, batches, 50)
+        losses = train(model, opt, batches, 400)
         worst.append(max(losses[200:]))
         ends.append(fmean(losses[-50:]))
         sizes.append(opt.stats()["step_size"])
-        growth.append(sizes[-1] / before)
-    assert median(sizes) < 1e3 and median(growth) < 2  # 80 and 1; where flat losses make it grow 1e3, 4, and soon 1e6
+    assert median(sizes) < 1e3  # of directions in units of the usual gradient, which change the outputs by half at most
     assert median(worst) < 0.05 and median(ends) < 1e-3  # 0.0004 and 3e-5; AdamW 0.16 and 0.06
 
 

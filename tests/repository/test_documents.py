@@ -11,7 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from optimizers.steps.trust_region import TrustRegionConstants
+from curvature.preconditioners.kronecker import SHRINKAGE
+from optimizers.preconditioner import DAMPING_SHARE
+from optimizers.steps.directions import GROWTH, HORIZON, LONGEST_HORIZON
+from optimizers.steps.trust_region import DECAY_SHARE, FIRST, TrustRegionConstants
 from support import guide_pictures, layer_table, page_outputs, programs
 from support.architecture import ROOT
 from support.documents import script_of
@@ -107,20 +110,18 @@ def test_the_page_about_the_step_has_its_constants() -> None:
     page = (ROOT / "docs" / "how" / "step.md").read_text("utf-8")
     said = [
         rf"$r < \min(\rho, 0) - {c.overshoot:g}$",
-        f"and $|g|$ is over {c.long_gradient:g} times its running mean",
-        f"shrinks by {100 * (1 - c.forget):g} % a step",
-        f"comes back by {100 * (c.recover - 1):.1g} %",
-        rf"\,/\, |g|)^{{1/{1 / c.quiet:g}}}$, of running means, at most {c.largest_quiet:g}",
-        rf"$\gamma = {c.rate:g} \cdot {c.start:g} / ({c.start:g} + t)$, {c.late_rate:g} at least",
-        rf"{c.shrink:g}/(1 + t)}}$ at most",
-        f"({c.long_gradient:g} times its mean, and {c.spreads:g} standard deviations)",
-        f"is at most {c.change_factor:g} times its running mean",
-        f"below {100 * c.least_output_change:g} % of that size",
-        rf"$\tau$ begins as {c.first_trust:g} over the root of the number of layers",
-        f"{100 * (c.wider - 1):.0f} % after each step with $r > {c.straight:g}$",
-        f"shrinks by {100 * (1 - c.narrower):.0f} % after each other, and is at most {c.largest_trust:g}.",
+        f"and $|g|$ is over {c.long:g} times its running mean and {c.spreads:g} standard deviations",
+        rf"e^{{{c.growth:g} \rho / h_t}}$",
+        rf"$e^{{{c.growth / HORIZON:g} \max(r, -1)}}$",
+        f"at least {100 * c.floor:g} % of the reach",
+        f"at most {100 * c.top:g} % of the reach, and at most twice its running mean",
+        f"The first step aims at {100 * FIRST * c.floor:g} %",
+        rf"$\tau$ is {c.trust:g} over the root of the number of layers",
         f"between 1/{c.largest_scale:g} and {c.largest_scale:g}",
+        rf"$h_t = {HORIZON:g} + t / {1 / GROWTH:g}$, at most {LONGEST_HORIZON:g}",
+        rf"${DAMPING_SHARE:g} + {SHRINKAGE:g}\, d / n$",
     ]
+    assert (c.most, c.less, c.quiet, c.far, DECAY_SHARE) == (2, 0.9, 1 / 3, 100, 0.2)  # in words there
     assert [text for text in said if text not in page] == []
 
 

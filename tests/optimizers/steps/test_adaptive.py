@@ -297,7 +297,7 @@ def test_long_runs_into_zero_loss(optimizer: str, dtype: torch.dtype, steps: int
 @pytest.mark.training_run
 @pytest.mark.parametrize("factor, optimizer", [*((1e-20, name) for name in OTHER), *((0.0, name) for name in ONE)])
 def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
-    """Those after them go on where the last one left off, at most two steps behind: factors are renewed more rarely."""
+    """Those after them go on where the last one left off, or three steps behind: factors are renewed more rarely."""
     ends = []
     for pause in (0, 8):
         model, x, y = readme_example()
@@ -307,7 +307,7 @@ def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
         train_by_closure(model, opt, lambda out, y: factor * F.cross_entropy(out, y), x, y, pause)
         assert damping / 4 < opt.rule.first.damping < 4 * damping
         ends.append(train_by_closure(model, opt, F.cross_entropy, x, y, 8))
-    assert ends[1][-1] < ends[0][-3]
+    assert ends[1][-1] < ends[0][-4]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

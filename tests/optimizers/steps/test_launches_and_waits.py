@@ -87,16 +87,16 @@ class Run:
         """Whether the gradient will be clipped: then a step solves, and waits, twice."""
         rule: Any = self.opt.rule
         norms = [p.grad.norm().cpu() for p in self.model.parameters() if p.grad is not None]
-        return bool(rule.state and torch.stack(norms).norm() > rule.constants.longest_gradient * rule.state.norm)
+        return bool(rule.state and torch.stack(norms).norm() > rule.constants.most * rule.state.norm)
 
     def ordinary_launches(self) -> int:
-        """Of a step that renews nothing."""
+        """Of a step that renews nothing, and does not undo the last one."""
         while True:
             self.backward()
-            is_long = self.is_long()
+            is_long, undone = self.is_long(), self.opt.monitor.counts["overshoots"]
             with Launches() as launches:
                 kind = self.step()
-            if kind == "ordinary" and not is_long:
+            if kind == "ordinary" and not is_long and self.opt.monitor.counts["overshoots"] == undone:
                 return launches.count
 
     @property

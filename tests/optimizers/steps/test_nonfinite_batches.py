@@ -205,19 +205,16 @@ def one_class(output: Tensor, y: Tensor) -> Tensor:
 def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Loss) -> None:
     """Gradients were clipped to twice their mean, which follows by 3 % a step: no loss fell for thousands of steps.
 
-    Rounding decides single runs, whose pause is at a loss near zero: the geometric mean of several counts.
+    After the pause of one class the logits are about 30 and wrong; rounding decides single runs: the mean of several.
     """
     ends = []
-    for make in (optimizer, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)):
-        found = []
-        for seed in range(1, 2 if pause is silence else 6):
-            model = network(seed)
-            opt = make(model)
-            usual(model, opt, 12)
-            train(model, opt, pause, X, Y, 800)
-            found.append(fmean(usual(model, opt, 80)[-5:]))
-        ends.append(geometric_mean(found))
-    assert ends[0] < ends[1]
+    for seed in range(1, 2 if pause is silence else 6):
+        model = network(seed)
+        opt = optimizer(model)
+        usual(model, opt, 12)
+        train(model, opt, pause, X, Y, 800)
+        ends.append(fmean(usual(model, opt, 80)[-5:]))
+    assert geometric_mean(ends) < (0.01 if pause is silence else 0.5)  # at chance 1.1
 
 
 def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:

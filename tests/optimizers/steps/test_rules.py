@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepContext, StepRule
-from optimizers.steps.directions import Direction
+from optimizers.steps.directions import Direction, horizon
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation, are_finite, kept_by_decay, layout_of_step
@@ -202,24 +202,32 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, torch.tensor([0, 1, 2, 0, 1, 2])
 
 
-def direction(opt: Any, recall: float = 1.0) -> Direction:
+def gradient_norm(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+
+
+def direction(opt: Any) -> Direction:
     """For the gradients that parameters have now, in the middle of a step."""
     context = opt._context(None)
     gradients = context.gradients()
     g = LayerVector.of(layout_of_step(context, gradients), gradients)
-    return opt.rule.direction(context, g, recall)
+    return opt.rule.direction(context, g, 1.0)
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 def test_directions_are_those_of_debiased_means(optimizer: type[KFAC]) -> None:
-    """The weights of gradients fall by the momentum of their group, and add up to one."""
+    """The weights of gradients fall by the momentum of their group, and add up to one.
+
+    Gradients are in units of their usual norm, which is that of the first at the next two steps, or a running mean.
+    """
     model, loss, x, y = task("mlp")
     momenta = {"3": 0.5, "1": 0.8}  # not in the order of the layers
     groups = [{"params": list(model.get_submodule(name).parameters()), "momentum": m} for name, m in momenta.items()]
     opt, seen = optimizer(model, groups=groups), []
     for _ in range(3):
         backward(model, opt, loss, x, y)
-        seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        norm = opt.rule.state.norm if seen else float(gradient_norm(model))
+        seen.append({name: p.grad / norm for name, p in model.named_parameters()})
         opt.step()
     for name, p in model.named_parameters():
         m = momenta[name.split(".")[0]]
@@ -227,17 +235,17 @@ def test_directions_are_those_of_debiased_means(optimizer: type[KFAC]) -> None:
         torch.testing.assert_close(opt.state[p]["momentum_buffer"], mean)
 
 
-@pytest.mark.parametrize(("recall", "horizon"), [(1.0, 10.05), (0.5, 5.025), (0.01, 1.0)])
-def test_a_mean_without_a_given_momentum_remembers_a_share_of_the_usual_steps(recall: float, horizon: float) -> None:
-    """At the second step: 10.05 of them, and at least the present one."""
+def test_a_mean_without_a_given_momentum_remembers_more_and_more_steps() -> None:
+    """At the second step 10.05 of them, in the end 30."""
+    assert [horizon(step) for step in (0, 1, 400, 10**6)] == pytest.approx([10, 10.05, 30, 30])
     model, loss, x, y = task("mlp")
     opt = KFAC(model)
     backward(model, opt, loss, x, y)
     opt.step()
     first = {name: opt.state[p]["momentum_buffer"].clone() for name, p in model.named_parameters()}
     backward(model, opt, loss, x, y)
-    direction(opt, recall=recall).keep()
-    fresh, known = 1 / horizon, 1 / 10
+    direction(opt).keep()
+    fresh, known = 1 / 10.05, 1 / 10
     share = fresh / (known + fresh * (1 - known))
     for name, p in model.named_parameters():
         expected = first[name] + share * (p.grad - first[name])
@@ -269,12 +277,15 @@ def test_a_direction_that_is_not_kept_changes_nothing(make: Any) -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_energies_of_natural_gradients_are_without_damping(layerwise: bool) -> None:
-    """The predicted change of the outputs is the root of u^T G u for u = (G + damping)^-1 g, or the sum over layers."""
+    """The predicted change of the outputs is the root of u^T G u for u = (G + damping)^-1 g, or the sum over layers.
+
+    The gradient g is in units of its norm.
+    """
     model, x, y = problem()
     opt = NaturalGradient(model, loss=ENTROPY, damping=DAMPING, layerwise=layerwise)
     G = Matrices(model, ENTROPY, (x, y)).gauss_newton
     backward(model, opt, ENTROPY, x, y)
-    g = torch.cat([p.grad.flatten() for p in model.parameters()])
+    g = torch.cat([p.grad.flatten() for p in model.parameters()]) / gradient_norm(model)
     opt.step()
     energy = 0.0
     for layer in [slice(0, 16), slice(16, 31)] if layerwise else [slice(0, 31)]:
