@@ -190,13 +190,8 @@ def _damped(matrix: Tensor, sizes: Sequence[int], shares: Sequence[float]) -> tu
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
     scale = nonzero_or_one(matrix.diagonal(dim1=1, dim2=2).mean(1)).view(-1, 1, 1)
     matrix = matrix / scale
-    matrix.diagonal(dim1=1, dim2=2).add_(_column(shares, matrix))
+    torch._foreach_add_(matrix.diagonal(dim1=1, dim2=2).unbind(), list(shares))  # a tensor of them would be a wait
     return _blocks(matrix, sizes), scale
-
-
-def _column(shares: Sequence[float], like: Tensor) -> Tensor | float:
-    """The shares as a column, which costs a copy to the device, or as a number where all are equal."""
-    return shares[0] if len(set(shares)) == 1 else like.new_tensor(shares)[:, None]
 
 
 def _by_largest(

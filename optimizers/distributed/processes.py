@@ -112,10 +112,11 @@ class Processes:
         return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.all_gather_objects(x.cpu())])
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
-        found = torch.tensor(numbers, dtype=widest(torch.device(self.device).type), device=self.device)
-        if self.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return found.tolist()
+        if self.size == 1:
+            return list(numbers)
+        largest = torch.tensor(numbers, dtype=widest(torch.device(self.device).type), device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
 
     def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums over all processes."""
