@@ -70,7 +70,7 @@ def test_waits_where_steps_must_look(
 
 
 def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
-    """Norms of layers with many places, which may cancel, cost one wait for all layers."""
+    """Norms of layers with many places, which may cancel, cost one wait for all layers; a first step solves twice."""
     counts = []
     for depth in (1, 4):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
         opt = NaturalGradient(model, solver="cg")
         F.cross_entropy(model(x), y).backward()
         counts.append(waits(simdev, opt.step).count)
-    assert counts[0] == counts[1] <= 8, counts
+    assert counts[0] == counts[1] <= 9, counts
 
 
 def with_buffers() -> tuple[nn.Module, Any]:
@@ -128,11 +128,11 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("kind", "ordinary", "renewing"), [(KFAC, 6, 9), (EKFAC, 6, 9), (NaturalGradient, 0, 11)])
+@pytest.mark.parametrize(("kind", "ordinary", "renewing"), [(KFAC, 6, 9.5), (EKFAC, 6, 9.5), (NaturalGradient, 0, 11)])
 def test_experts_that_are_chosen_by_index(
     kind: Any, ordinary: float, renewing: float, simdev: Any, device: str
 ) -> None:
-    """Waits beyond the model's own for its indices, on average; it is learnt anew in each step."""
+    """Waits beyond the model's own for its indices, on average; learnt anew in each step, at times with more trials."""
     torch.manual_seed(0)
     model, x, y = Experts().to(device), torch.randn(24, 6).to(device), torch.arange(24).remainder(3).to(device)
     opt, counts = kind(model, adaptive=True), []
