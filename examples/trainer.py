@@ -30,7 +30,7 @@ size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "nu
 model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **size))
 print(f"a vision transformer of {model.num_parameters():,} parameters, {len(train_digits):,} digits, {EPOCHS} epochs")
 
-opt = KFAC(model, weight_decay=0.1)
+opt = KFAC(model)
 args = TrainingArguments(
     "out/trainer",
     num_train_epochs=EPOCHS,

@@ -67,6 +67,7 @@ class TrustRegionConstants:
     memory: float = 0.999  # decay of the largest change and of the longest gradient
     # gradients
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
+    turn: float = 0.25  # ratio of slopes so far below zero, after a mean so far above: other data have begun
     long: float = 1.5  # a longer gradient is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
@@ -80,7 +81,7 @@ class TrustState(NamedTuple):
     """What is known of how far to go. Lengths of gradients and slopes are in units of `norm`."""
 
     size: float  # multiplies the direction
-    change: float  # running root mean square of the outputs' predicted change for step size one
+    change: float  # running root mean square of the outputs' predicted change for step size one; zero at a new scale
     largest_change: float  # its largest value, slowly forgotten
     floor: float  # share of the outputs' size, for the largest change: the step size shrinks no further
     norm: float  # running mean of the gradients' norms, each clipped
@@ -165,7 +166,7 @@ class TrustRegionStep(StepRule):
 
         # 3. the last step, seen from its end; one that went far too far is undone
         if state is not None:
-            ratio = slope_ratio(facts.along_last, state.slope)
+            state = begun_again(state, ratio := slope_ratio(facts.along_last, state.slope), c)
             if is_overshoot(state, ratio, facts.norm, c):
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(context, renewal), renewal)
@@ -384,6 +385,16 @@ def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionCon
     return ratio < usual - c.overshoot and is_long(state, norm, c)
 
 
+def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
+    """The state where a batch turns against steps on which those before it agreed: data come in blocks.
+
+    What has grown within a block is not to be trusted in the next one: the step size is the least, and that is less.
+    """
+    if ratio > -c.turn or slope_ratio(state.ends, state.starts) < c.turn:
+        return state
+    return state._replace(size=0.0, floor=c.less * state.floor)
+
+
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
     """Whether a gradient, in units of the running mean, is much longer than that, and than single batches are."""
     return norm > max(c.long, 1 + c.spreads * state.spread)
@@ -412,13 +423,15 @@ def adapted(
     weight = max(1 / (1 + steps), 1 - c.decay)
     off = min(norm, c.most) - 1
     # the new norm in units of the old; as long after a step was undone as before, it is the scale of the loss
-    unit = norm if norm > c.far and not state.slope else 1 + weight * (clipped(norm, 1.0, c) - 1)
+    is_new_scale = norm > c.far and not state.slope
+    unit = norm if is_new_scale else 1 + weight * (clipped(norm, 1.0, c) - 1)
     # a schedule anneals where it moves lr: what anneals by itself begins anew
     floor = c.floor if lr != state.lr else state.floor * (c.less if is_unstable else 1.0)
     return state._replace(
         size=size * math.exp(growth) * unit,
         starts=starts / unit,
         ends=ends / unit,
+        change=0.0 if is_new_scale else state.change,
         norm=state.norm * unit,
         longest=max(state.norm * unit, c.memory * state.longest),
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
@@ -443,8 +456,9 @@ def bounded(state: TrustState, change: float, reach: float, c: TrustRegionConsta
 
     `change` is the predicted rms change of an output entry for step size one, `reach` the size of the outputs.
     """
-    counted = clipped(change, state.change, c) if state.change else change
-    mean = math.sqrt(c.decay * state.change**2 + (1 - c.decay) * counted**2)
+    usual = state.change or change
+    counted = clipped(change, usual, c)
+    mean = math.sqrt(c.decay * usual**2 + (1 - c.decay) * counted**2)
     largest = max(mean, c.memory * state.largest_change)
     least = (state.norm / state.longest) ** (1 - c.quiet) * state.floor * reach / max(largest, TINY)
     state = state._replace(

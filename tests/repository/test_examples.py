@@ -26,7 +26,7 @@ FAST = {
     "poisson": ["--steps", "5"],
     "private_training": ["--steps", "40"],
     "train_classifier": ["--epochs", "2"],
-    "trainer": ["--epochs", "1"],
+    "trainer": ["--epochs", "2"],
 }
 NEEDS = {
     "lightning_autoencoder": ["lightning"],

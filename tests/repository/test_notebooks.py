@@ -55,5 +55,7 @@ def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
 
 
 def test_the_gallery_has_every_notebook() -> None:
-    shown = re.findall(r"\]\((\w+)\.md\)$", (ROOT / "docs" / "notebooks" / "index.md").read_text("utf-8"), re.MULTILINE)
+    shown = re.findall(
+        r"/examples/(\w+)\.ipynb\)$", (ROOT / "docs" / "notebooks" / "index.md").read_text("utf-8"), re.MULTILINE
+    )
     assert sorted(shown) == [path.stem for path in NOTEBOOKS]
