@@ -102,16 +102,22 @@ def logits(output: Any) -> Any:
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Run the model on a tensor or packed sequence, or on `as_arguments`: a tuple of positional ones or a dict."""
+    is_mapping = isinstance(x, Mapping)
+    is_sequence = isinstance(x, tuple | list) and not isinstance(x, PackedSequence)
     with ContiguousNorms():
-        if isinstance(x, Mapping):
-            try:
-                return model(**x)
-            except TypeError as error:
-                if "unexpected keyword argument" not in str(error):
-                    raise
+        try:
+            return model(**x) if is_mapping else model(*x) if is_sequence else model(x)
+        except TypeError as error:
+            if is_mapping and "unexpected keyword argument" in str(error):
                 what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
-                raise TypeError(f"{error}. {what}") from error
-        return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
+            elif is_sequence and "positional arguments but" in str(error):
+                what = (
+                    f"x: its {len(x)} entries are passed as positional arguments; samples are one tensor: pad what "
+                    "differs in size and stack it, or pass batches of one: [(a[None], b[None]) for a, b in zip(x, y)]"
+                )
+            else:
+                raise
+            raise TypeError(f"{error}. {what}") from error
 
 
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:

@@ -307,3 +307,31 @@ def test_sizes_that_disagree_are_refused_all_the_same():
     for x in ((torch.randn(9, 3), torch.tensor([0, 3, 4, 5])), (WORDS, torch.tensor([0, 5, 4, 6]))):
         with pytest.raises(ValueError, match="9 samples in x"):
             curvature.per_sample_gradients(model, LOSS, x, torch.arange(4))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])  # three images have as many channels as there are labels
+@pytest.mark.parametrize("name", ["gradients", "norms", "check"])
+def test_a_list_of_images_is_told_what_to_pass(name: str, count: int) -> None:
+    images = [torch.randn(3, 8 + size, 9) for size in range(count)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    call, options = PER_SAMPLE[name]
+    with pytest.raises(
+        (TypeError, ValueError), match="x(:| is).* (list|entries) .*pad what differs in size and stack it"
+    ):
+        call(model, LOSS, images, torch.zeros(count, dtype=torch.long), **options)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_are_refused(layout: torch.layout) -> None:
+    model, x, y = problem()
+    with pytest.raises(TypeError, match=r"x: found a sparse tensor .*pass x\.to_dense\(\)"):
+        curvature.per_sample_gradients(model, LOSS, x.to_sparse(layout=layout), y)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_only_a_hinge_that_is_not_squared_is_called_linear(p: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, y = problem()
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        curvature.gauss_newton(model, nn.MultiMarginLoss(p=p), (x, y))
+    assert ("piecewise linear" in caplog.text) == (p == 1)
