@@ -67,7 +67,7 @@ class TrustRegionConstants:
     memory: float = 0.999  # decay of the largest change and of the longest gradient
     # gradients
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
-    turn: float = 0.25  # ratio of slopes so far below zero, after a mean so far above: other data have begun
+    turn: float = 0.25  # ratio so far below zero, after a mean so far above, of gradients not shorter: other data
     long: float = 1.5  # a longer gradient is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
@@ -388,11 +388,11 @@ def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionCon
 def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state where a batch turns against steps on which those before it agreed: data come in blocks.
 
-    What has grown within a block is not to be trusted in the next one: the step size is the least, and that is less.
+    What has grown within a block is not to be trusted in the next one: the step size is the least, which is less. Where
+    gradients have become short, steps converge, and may well turn.
     """
-    if ratio > -c.turn or slope_ratio(state.ends, state.starts) < c.turn:
-        return state
-    return state._replace(size=0.0, floor=c.less * state.floor)
+    is_turn = ratio < -c.turn and slope_ratio(state.ends, state.starts) > c.turn and state.norm > c.turn * state.longest
+    return state._replace(size=0.0, floor=c.less * state.floor) if is_turn else state
 
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
