@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import itertools
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from curvature.recording import unwrap_compiled
 
-COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not know
+DRAWING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -110,47 +116,34 @@ def require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any],
 
 
 def require_order(data: Any, name: str = "data") -> None:
-    """Refuse a DataLoader, the argument of this name, whose samples come in an order that nobody knows afterwards."""
-    if not isinstance(data, DataLoader):
+    """Refuse a DataLoader, the argument of this name, whose samples come in an order that nobody knows afterwards.
+
+    Types tell it, no sampler is run: a pass may draw random numbers, take long, or be the only one that there is.
+    """
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):  # which has an order of its own
         return
-    found = next(filter(_is_random, _samplers(data)), None)
-    if found is not None:
-        raise ValueError(
-            f"{name}: the DataLoader shuffles (its sampler is a {type(found).__name__}), so that nobody would know "
-            f"which sample a result belongs to, and a later pass would not find the same samples; "
-            f"make one with shuffle=False: DataLoader(loader.dataset, batch_size=...)"
-        )
+    what, more = ("sampler", ", batch_size=None") if data.batch_sampler is None else ("batch_sampler", "")
+    unknown = _without_order(getattr(data, what))
+    if unknown is None:
+        return
+    draws = isinstance(unknown, DRAWING) or getattr(unknown, "shuffle", False)
+    raise ValueError(
+        f"{name}: the DataLoader {'shuffles' if draws else 'shuffles or may shuffle'} (its sampler is a "
+        f"{type(unknown).__name__}), so that nobody would know which sample a result belongs to, and a later pass "
+        f"would not find the same samples; make one with shuffle=False: DataLoader(loader.dataset, batch_size=...), "
+        f"or one that keeps the order of a single pass: DataLoader(loader.dataset, {what}=list(loader.{what}){more})"
+        + ("" if draws else "; a sampler of your own may say that its order is fixed: an attribute shuffle = False")
+    )
 
 
-def _samplers(data: DataLoader) -> Iterator[Any]:
-    """Those that decide the order, from the outermost to what it wraps."""
-    found = [one for one in (data.batch_sampler, data.sampler) if one is not None]
-    for one in found:  # which grows
-        yield one
-        held = [x for x in getattr(one, "__dict__", {}).values() if isinstance(x, Sampler)]
-        found += [x for x in held if all(x is not other for other in found)]
-
-
-def _is_random(sampler: Any) -> bool:
-    """Whether it draws, holds a generator, has a true ``shuffle``, or gives other indices the second time."""
-    drawing = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-    sources = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-    held = getattr(sampler, "__dict__", {}).values()
-    if isinstance(sampler, drawing) or getattr(sampler, "shuffle", False) or any(isinstance(x, sources) for x in held):
-        return True
-    return not type(sampler).__module__.startswith("torch.") and _changes(sampler)
-
-
-def _changes(sampler: Any) -> bool:
-    """Whether a copy of it gives other indices the second time, of the first of them."""
-    if isinstance(sampler, Iterator):
-        return False
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        own = copy.copy(sampler)
-        first, second = (list(itertools.islice(own, COMPARED)) for _ in range(2))
-        return first != second
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+def _without_order(sampler: Any) -> Any:
+    """The sampler, or that within, which may give another order at the next pass; None if all keep theirs."""
+    iterate = getattr(type(sampler), "__iter__", None)  # a subclass with one of its own does what it likes
+    if isinstance(sampler, Sequence | Tensor | np.ndarray) or iterate is SequentialSampler.__iter__:
+        return None
+    if iterate is BatchSampler.__iter__:
+        return _without_order(sampler.sampler)
+    if isinstance(sampler, DRAWING) or getattr(sampler, "shuffle", True):
+        return sampler
+    within = (x for x in getattr(sampler, "__dict__", {}).values() if isinstance(x, Sampler))
+    return next((unknown for x in within if (unknown := _without_order(x)) is not None), None)

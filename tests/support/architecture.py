@@ -34,7 +34,7 @@ FLOORS = {
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
-    "gradients": {"numpy"},  # arrays in messages, and its random state, which a sampler may draw from
+    "gradients": {"numpy"},  # its arrays: in messages, and as the indices of a sampler
     "operators": {"scipy"},
     "matrices": {"tqdm"},
     "uses": {"numpy", "tqdm"},
