@@ -56,6 +56,7 @@ class TrustRegionConstants:
 
     # how the step size follows the slopes
     growth: float = 3.0  # per step while the loss falls as steeply as before, over the horizon of the running mean
+    falling: float = 8.0  # times this at steps at which a schedule lowers lr
     slope_decay: float = 0.9  # of the running means of slopes
     overshoot: float = 2.0  # a ratio of slopes this far below min(mean, 0), with a long gradient: the step is undone
     # bounds
@@ -405,7 +406,8 @@ def adapted(
 ) -> TrustState:
     """The state after a look at the last step, given its ratio of slopes and the gradient's norm in the usual units.
 
-    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower.
+    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower; where a schedule lowers
+    it, faster: the loss may still fall as steeply as before.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
@@ -416,7 +418,7 @@ def adapted(
     else:
         # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size
         growth = max(c.growth / remembered * slope_ratio(ends, starts), -1 / (1 + steps))
-    growth *= min(lr, 1.0)
+    growth *= c.falling if lr < state.lr else min(lr, 1.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
 

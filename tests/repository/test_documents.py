@@ -113,6 +113,7 @@ def test_the_page_about_the_step_has_its_constants() -> None:
         f"and $|g|$ is over {c.long:g} times its running mean and {c.spreads:g} standard deviations",
         rf"e^{{{c.growth:g} \rho / h_t}}$",
         rf"$e^{{{c.growth / HORIZON:g} \max(r, -1)}}$",
+        f"lowers `lr`, {c.falling:g} does",
         f"at least {100 * c.floor:g} % of the reach",
         f"at most {100 * c.top:g} % of the reach, and at most twice its running mean",
         f"The first step aims at {100 * FIRST * c.floor:g} %",

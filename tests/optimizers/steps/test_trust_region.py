@@ -95,13 +95,17 @@ def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
 
 
 def test_a_schedule_anneals_alone() -> None:
-    """What signs of instability have lowered comes back where lr moves; growth is slower below one, no faster above."""
+    """What signs of instability have lowered comes back where lr moves; the step size follows slopes faster as it falls.
+
+    Where it stays below one, or rises, growth is slower below one, and no faster above.
+    """
     lowered = state(floor=0.01, ends=-1.0)
     assert look(lowered, 1.0).floor == 0.01
-    for lr in (0.5, 3.0):
-        moved = look(lowered, 1.0, lr=lr)
+    for before, lr, factor in ((1.0, 0.5, C.falling), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
+        moved = look(lowered._replace(lr=before), 1.0, lr=lr)
         assert moved.floor == C.floor and moved.lr == lr
-        assert moved.size == pytest.approx(2 * math.exp(min(lr, 1) * C.growth / 30))
+        assert moved.size == pytest.approx(2 * math.exp(factor * C.growth / 30))
+    assert look(lowered._replace(lr=0.5), 1.0, lr=0.5).size == pytest.approx(2 * math.exp(0.5 * C.growth / 30))
 
 
 def test_gradients_count_for_a_bounded_length() -> None:
