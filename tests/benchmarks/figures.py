@@ -62,7 +62,8 @@ def markdown(table: Table) -> str:
 
     Families have the names of the pages, not those of the benchmark's options.
     """
-    rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
+    short = lambda cell: re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell)
+    rows = [[row[0], *map(short, row[1:])] for row in table.rows]
     if table.columns[0] == "family":
         rows = [[contest.NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
     align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]

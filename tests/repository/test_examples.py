@@ -20,6 +20,7 @@ SCRIPTS = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - ELSE
 STORED = ROOT / "docs" / "results" / "examples"  # what they print with all their steps: make examples
 FAST = {
     "attribution": ["--steps", "200"],
+    "language_model": ["--seconds", "1"],
     "language_model_ddp": ["--steps", "20"],
     "laplace_posterior": ["--steps", "20"],
     "lightning_autoencoder": ["--epochs", "5"],
@@ -29,6 +30,7 @@ FAST = {
     "trainer": ["--epochs", "2"],
 }
 NEEDS = {
+    "language_model": ["transformers"],
     "lightning_autoencoder": ["lightning"],
     "private_training": ["opacus"],
     "trainer": ["transformers", "accelerate"],
@@ -52,6 +54,7 @@ def falls(pattern: str, text: str, factor: float, last: int = -1) -> bool:
 accuracies = lambda text: numbers(r"accuracy ([\d.]+)%", text)
 CLAIMS: dict[str, Callable[[str], bool]] = {
     "attribution": lambda text: column(0, text) > 2 * column(1, text),  # without the named digits, and random ones
+    "language_model": lambda text: len(found := numbers(r"loss ([\d.]+) nats", text)) == 4 and max(found) < 4.3,
     "language_model_ddp": lambda text: (
         falls(r"([\d.]+) bits per character", text, 0.8) and "2 processes end in the same parameters" in text
     ),

@@ -95,7 +95,7 @@ def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
 
 
 def test_a_schedule_anneals_alone() -> None:
-    """What signs of instability have lowered comes back where lr moves; the step size follows slopes faster as it falls.
+    """What signs of instability have lowered comes back where lr moves; as it falls, slopes are followed faster.
 
     Where it stays below one, or rises, growth is slower below one, and no faster above.
     """
