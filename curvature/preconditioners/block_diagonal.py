@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -178,7 +179,6 @@ class BlockDiagonalCurvature(CurvatureStore):
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
         noise = sent if batch.independent else ()
         memory = set(map(_memory, noise))
-        copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
             found.add_(self.measure_terms(tape, terms, index, samples, batch.rank, batch.world_size))
@@ -189,11 +189,12 @@ class BlockDiagonalCurvature(CurvatureStore):
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
             terms, _ = terms_by_parameter(tape, backprops, layouts, others)
-            terms = {name: [_told(term, memory, copied) for term in own] for name, own in terms.items() if own}
+            terms = {name: [_told(term, memory) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
-        stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(sent[0].device))
+        with _copies_noted(outputs, memory):
+            stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(sent[0].device))
         if unexplained:  # the gradients of the whole batch
             names = sorted(unexplained)
             roots = [tape.parameters[name].tensor for name in names]
@@ -340,14 +341,32 @@ class BlockDiagonalCurvature(CurvatureStore):
             leaf.drift = drift
 
 
-def _told(term: Term, noise: Collection[int], copied: Sequence[Tensor]) -> Term:
+def _told(term: Term, noise: Collection[int]) -> Term:
     """The term, told apart where its backprops are entries of vectors with the memory `noise`, none of them twice."""
     if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
     b = term.b
     is_sent = _memory(b) in noise and all(n < 2 or step for n, step in zip(b.shape, b.stride(), strict=True))
-    is_copy = lambda v: v.numel() == b.numel() and torch.equal(v.to(b).flatten(), b.flatten())
-    return replace(term, independent=True) if is_sent or any(map(is_copy, copied)) else term
+    return replace(term, independent=True) if is_sent else term
+
+
+@contextmanager
+def _copies_noted(outputs: Sequence[Tensor], noise: set[int]) -> Iterator[None]:
+    """Add to the memory of the noise that of its copies in another precision, where the graph ends with one."""
+    held = []  # their memory must not become another tensor's meanwhile
+
+    def note(made: Sequence[Tensor | None], sent: Sequence[Tensor]) -> None:
+        if made[0] is not None and _memory(sent[0]) in noise:
+            noise.add(_memory(made[0]))
+            held.append(made[0])
+
+    nodes = [x.grad_fn for x in outputs if noise and x.grad_fn is not None]
+    handles = [node.register_hook(note) for node in nodes if node.name() == "ToCopyBackward0"]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _memory(x: Tensor) -> int:

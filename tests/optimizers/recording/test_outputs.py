@@ -180,6 +180,34 @@ def test_the_output_layer_has_a_diagonal(end):
     torch.testing.assert_close(means, torch.ones(1, 4), rtol=0, atol=0.9)
 
 
+def test_nothing_is_compared_to_know_the_output_of_an_autocast_region(monkeypatch: pytest.MonkeyPatch):
+    """What is known where a copy is made need not be found again at every renewal."""
+    same, compared = torch.equal, []
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or same(a, b))
+
+    def in_half(out: Tensor, body: Tensor) -> Tensor:
+        assert out.dtype is torch.bfloat16
+        return out.float()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        side = row_side(made(nn.Linear(3, 4), in_half))
+    assert (50, 4) not in compared and (200,) not in compared
+    assert is_diagonal(side)
+
+
+def test_two_outputs_in_other_precisions_add_up():
+    """The noise of both arrives as one sum, which is none of them."""
+    model = made(nn.Linear(3, 4), lambda out, body: (out.double(), out.to(torch.float64)))
+    torch.manual_seed(0)
+    opt = KFAC(model)
+    one, other = model(torch.randn(50, 2))
+    (one.square().mean() + other.square().mean()).backward()
+    opt.step()
+    (side,) = [rows_of(block) for block in opt.store.blocks if block.names[0] == "head.weight"]
+    torch.testing.assert_close(side.diagonal(dim1=1, dim2=2), torch.full((1, 4), 2.0), rtol=0, atol=1.6)
+    assert not is_diagonal(side)
+
+
 @pytest.mark.parametrize("end", INDIRECT.values(), ids=INDIRECT)
 def test_what_is_not_the_output_itself_has_none(end):
     assert not is_diagonal(row_side(made(nn.Linear(3, 4), end)))
