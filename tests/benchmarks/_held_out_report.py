@@ -154,6 +154,18 @@ def stopped(results: Mapping[str, HeldOutResult]) -> str:
     return markdown(["table", "metric", *map(label, names)], "llr", rows)
 
 
+def beside_each(results: Mapping[str, HeldOutResult], ours: str) -> list[str]:
+    """On how many problems the held-out loss at the end is below that of each rival; empty where ours have not run."""
+    end = lambda one, name: middle([loss_of(record.last) for record in one.of(name)])
+    counts = []
+    for rival in (*TUNED, "schedulefree"):
+        both = [one for one in results.values() if one.of(ours) and one.of(rival)]
+        if both:
+            lower = sum(end(one, ours) < end(one, rival) for one in both)
+            counts.append(f"{LABELS[rival]}'s on {lower} of {len(both)}")
+    return [f"{LABELS[ours]}: held-out loss below {', '.join(counts)}."] if counts else []
+
+
 def summary(results: Mapping[str, HeldOutResult]) -> str:
     """Lines for each half, for schedules, and for tables; empty where ours have not run."""
     problems, tables = parted(results)
@@ -182,6 +194,7 @@ def summary(results: Mapping[str, HeldOutResult]) -> str:
                 f"rate in {worse} of {len(changes)} cases, at worst {changes[worst]:.2f} times ({NAMES[worst[0]]}, "
                 f"{worst[1]})."
             )
+        lines += beside_each(raced, f"{ours}_cosine")
         both = [one for one in tables.values() if one.of(ours) and one.of("adamw")]
         if both:
             best = lambda one, name: middle([loss_of(lowest(record)) for record in one.of(name)])

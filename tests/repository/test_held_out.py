@@ -168,6 +168,10 @@ def test_ours_beside_the_best_tuned_rival(report: ModuleType) -> None:
     lines = report.summary({"vit": one})
     assert "within 5% of the best tuned rival's on 0 of 1, at worst 1.50 times (ViT)" in lines
     assert "on 1 of 1, at worst 1.05 times (ViT)" in lines  # under a cosine
+    assert (
+        "KFAC, cosine: held-out loss below AdamW's on 1 of 1, SGD's on 0 of 1, schedule-free AdamW's on 0 of 1."
+        in lines
+    )
     assert "in 1 of 2 cases, at worst 2.00 times (ViT, linear)" in lines
     text = report.held_out_tables({"vit": one})
     assert "| ViT | SGD | 1.50 | 1.05 | 3.00 | 0.50 |" in text
