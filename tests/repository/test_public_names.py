@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +64,52 @@ def test_optimizers_load_no_more_of_curvature_than_they_need():
 def test_subpackages_need_no_import_of_their_own():
     code = "import curvature; curvature.plots.matrix, curvature.operators.Operator"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+HIDDEN = """
+import sys
+sys.path[:0] = ["", sys.argv[1]]
+import torch
+from curvature.optimizers import EKFAC, KFAC, NaturalGradient
+import curvature.optimizers
+import optimizers
+assert optimizers.MINE and not hasattr(optimizers, "KFAC") and not hasattr(curvature.optimizers, "MINE")
+assert [name for name in sys.modules if name.startswith("optimizers")] == ["optimizers"]
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+for kind in (KFAC, EKFAC, NaturalGradient):
+    opt = kind(model)
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        opt.step()
+    kind(model).load_state_dict(opt.state_dict())
+    assert opt.report() and opt.summary()
+print("trained")
+"""
+
+
+def test_optimizers_have_a_name_in_curvature():
+    import curvature.optimizers
+    import optimizers
+
+    assert curvature.optimizers.__all__ == optimizers.__all__
+    assert all(getattr(curvature.optimizers, name) is getattr(optimizers, name) for name in optimizers.__all__)
+    assert curvature.optimizers.__version__ == optimizers.__version__ and "KFAC" in dir(curvature.optimizers)
+    with pytest.raises(AttributeError, match=r"module 'curvature.optimizers' has no attribute 'KFACC'"):
+        _ = curvature.optimizers.KFACC
+    with pytest.raises(ModuleNotFoundError):  # of which there would be a second class of the same name
+        importlib.import_module("curvature.optimizers.kfac")
+
+
+@pytest.mark.parametrize("path", ["optimizers.py", "optimizers/__init__.py"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_file_or_folder_of_that_name_hides_nothing_there(path: str, is_first: bool, tmp_path: Path):
+    """Neither before nor after the other module has been imported; it stays what `import optimizers` gives."""
+    other = tmp_path / path
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("MINE = True\n")
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import optimizers\n" if is_first else "") + HIDDEN
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "trained\n", done.stderr

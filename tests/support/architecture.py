@@ -31,6 +31,7 @@ FLOORS = {
     "matrices": 5,
     "preconditioners": 5,
     "uses": 6,
+    "optimizers": 9,  # curvature.optimizers, another name of the package `optimizers`, which is on floor 8
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
