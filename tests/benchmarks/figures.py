@@ -5,11 +5,11 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race,
-`held_out_lines` how it stands on data held out;
-`rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are
-what README and the demo show; `examples/trainer` is what that script has printed (`make examples`). Where a benchmark
-has not been run yet, the page says so.
+`standing` is the table of where KFAC is ahead, level and behind; `families` is the list of it for the families,
+`families_of_kfac` the table; `race` the same list and picture, `race_tables` the tables; `held_out_lines` how it stands
+on data held out; `gpu_line` and `price_line` are sentences; `rows_of_per_sample` says on which rows of the tables ours
+is the fastest; `headline`, `peers` and `demo_losses` are what README and the demo show; `examples/trainer` is what that
+script has printed (`make examples`). Where a benchmark has not been run yet, the page says so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,32 @@ PEERS = {
     "singd": ("every parameter trained, nothing to tune", 'padding_mode="circular"', "SINGD"),
     "torch": ("Laplacians, Hessians", "Laplacian of a network with", "backward pass of the Laplacian"),
 }
-LEVEL = 1.1  # ratios up to this count as level
+LEVEL = 1.1  # ratios of times up to this count as level ...
+LEVEL_LOSS = 1.05  # ... and of losses
+GROUPS = ("Ahead", "Level", "Behind")
+MORE = {"accuracy", "mean return"}  # metrics of which more is better
+COLUMNS = {  # of tables as the pages have them: units, and which way is better
+    "budget, s": "budget, CPU s",
+    "times as fast": "times as fast ↑",
+    "steps to AdamW's loss, of its own": "steps, of AdamW's ↓",
+    "loss at equal time, of the best rival's, by seed": "loss at equal time, of the best rival's ↓",
+    "at a constant rate": "constant lr ↓",
+    "cosine": "cosine ↓",
+    "linear": "linear ↓",
+    "best moment": "best moments ↓",
+    "s to its loss": "CPU s to its loss ↓",
+    "training loss, ours / its": "training loss ↓, ours / its",
+    "CPU seconds to target (min - max)": "CPU s to target ↓ (min - max)",
+    "seconds to target (min - max)": "s to target ↓ (min - max)",
+    "to best rival": "of the best rival's ↓",
+    "steps": "steps ↓",
+    "ms per step": "ms per step ↓",
+    "test loss": "held-out loss ↓",
+    "accuracy": "held-out accuracy ↑",
+    "right, %": "accuracy, % ↑",
+    "right of the first task, %": "accuracy, first task, % ↑",
+    "right of the second, %": "accuracy, second task, % ↑",
+}
 PICTURES = {
     "generality": (contest.FamilyResult, contest.family_figure),
     "race": (contest.RaceResult, contest.race_figure),
@@ -67,7 +92,8 @@ def markdown(table: Table) -> str:
     if table.columns[0] == "family":
         rows = [[contest.NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
     align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]
-    return _report.markdown(table.columns, "".join(align), rows) + "\n"
+    columns = [COLUMNS.get(column, column) for column in table.columns]
+    return _report.markdown(columns, "".join(align), rows) + "\n"
 
 
 def origin(stored: Stored) -> str:
@@ -84,8 +110,8 @@ def rows_of(name: str) -> str:
     for table in stored.tables:
         peers = table.columns[table.columns.index("curvature") :]
         for row in table.rows:
-            found = [re.match(r"\d[\d.]*", cell) for cell in row[-len(peers) :]]
-            ours, others = found[0], [float(one[0]) for one in found[1:] if one]
+            ratios = [re.match(r"\d[\d.]*", cell) for cell in row[-len(peers) :]]
+            ours, others = ratios[0], [float(one[0]) for one in ratios[1:] if one]
             if ours is None or not others:
                 continue
             total += 1
@@ -100,8 +126,8 @@ def demo() -> str:
     runs = runs_of("demo")
     points = {name: np.array(run["points"]) for name, run in runs["runs"].items()}
     steps = runs["steps"]
-    at_step = lambda own, step: float(own[own[:, 0] == step, 2][0])
-    ends = sorted(float(own[own[:, 0] == steps, 1][0]) for own in points.values())
+    at_step = lambda curve, step: float(curve[curve[:, 0] == step, 2][0])
+    ends = sorted(float(curve[curve[:, 0] == steps, 1][0]) for curve in points.values())
     times = ends[0], ends[-1]
     columns = [
         "",
@@ -110,35 +136,35 @@ def demo() -> str:
     ]
     rows = [
         [name]
-        + [f"{at_step(own, step):.2f}" for step in (steps // 4, steps // 2, steps)]
-        + [f"{np.interp(seconds, own[:, 1], own[:, 2]):.2f}" for seconds in times]
-        for name, own in points.items()
+        + [f"{at_step(curve, step):.2f}" for step in (steps // 4, steps // 2, steps)]
+        + [f"{np.interp(seconds, curve[:, 1], curve[:, 2]):.2f}" for seconds in times]
+        for name, curve in points.items()
     ]
     return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('demo'))}"
 
 
+def families_run() -> dict[str, Any]:
+    return {name: contest.FamilyResult.read(result) for name, result in runs_of("generality").items()}
+
+
 def scores_of_kfac() -> tuple[dict[str, list[Any]], dict[str, float], float]:
     """By family; the median speeds; the geometric mean of the median ratios of steps."""
-    scores = {
-        name: contest.FamilyResult.read(result).scores()["kfac"] for name, result in runs_of("generality").items()
-    }
-    speeds = {name: middle(own, "speed").speed for name, own in scores.items()}
-    return scores, speeds, contest.geometric([middle(own, "steps").steps for own in scores.values()])
+    scores = {name: result.scores()["kfac"] for name, result in families_run().items()}
+    speeds = {name: middle(of_family, "speed").speed for name, of_family in scores.items()}
+    return scores, speeds, contest.geometric([middle(of_family, "steps").steps for of_family in scores.values()])
 
 
-def grouped(speeds: Mapping[str, float]) -> dict[str, list[str]]:
+def grouped(speeds: Mapping[str, float], level: float = LEVEL) -> dict[str, list[str]]:
     """Names by whether ours is ahead there, level or behind, the fastest first."""
     names = sorted(speeds, key=lambda name: -speeds[name])
-    return {
-        "Ahead": [name for name in names if speeds[name] > LEVEL],
-        "Level, within a tenth": [name for name in names if 1 / LEVEL <= speeds[name] <= LEVEL],
-        "Behind": [name for name in names if speeds[name] < 1 / LEVEL],
-    }
+    group = lambda speed: "Ahead" if speed > level else "Behind" if speed < 1 / level else "Level"
+    return {title: [name for name in names if group(speeds[name]) == title] for title in GROUPS}
 
 
 def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
+    titles = {"Level": "**Level**, within a tenth,"}
     lines = [
-        f"- **{title}** on {len(names)}: {', '.join(map(said, names))}.\n"
+        f"- {titles.get(title, f'**{title}**')} on {len(names)}: {', '.join(map(said, names))}.\n"
         for title, names in grouped(speeds).items()
         if names
     ]
@@ -147,33 +173,70 @@ def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
+    scores, speeds, _ = scores_of_kfac()
+    said = lambda name: f"{contest.NAMES[name]} ({speed_of(name, scores, speeds)})"
+    return f"{listed(speeds, said)}- {families_mean()}"
+
+
+def families_mean() -> str:
     scores, speeds, steps = scores_of_kfac()
-    mark = lambda name: "below " if middle(scores[name], "speed").slower else ""
-    said = lambda name: f"{contest.NAMES[name]} ({mark(name)}{speeds[name]:.2g})"
-    every = [score for own in scores.values() for score in own]
+    every = [score for of_family in scores.values() for score in of_family]
     near, diverged = (sum(map(of, every)) for of in (lambda s: s.loss <= LEVEL, lambda s: s.end != "stopped"))
-    return listed(speeds, said) + (
-        f"- In the geometric mean {contest.geometric(speeds.values()):.2f} times as fast as the best rival, with "
+    return (
+        f"In the geometric mean {contest.geometric(speeds.values()):.2f} times as fast as the best rival, with "
         f"{steps:.2f} of tuned AdamW's steps; the loss at equal time is at most {LEVEL} times the best rival's in "
         f"{near} of {len(every)} runs, and {diverged or 'none'} of them diverged.\n"
     )
 
 
-def race() -> str:
-    """KFAC beside the best rival in the time to a training loss, the picture, and a table for each problem."""
-    results = [contest.RaceResult.read(result) for result in runs_of("race").values()]
+def speed_of(family: str, scores: Mapping[str, list[Any]], speeds: Mapping[str, float]) -> str:
+    return f"{'below ' if middle(scores[family], 'speed').slower else ''}{speeds[family]:.2g}"
+
+
+def family_table(ours: str) -> str:
+    """One of ours beside the best rival of each family, with what is measured on data held out."""
+    columns = ["family", "best rival", "times as fast", "steps to AdamW's loss, of its own",
+               "loss at equal time, of the best rival's, by seed", "held out", "ours / its"]  # fmt: skip
+    rows = []
+    for name, result in families_run().items():
+        _, rival, _, speed, steps, loss, metric, of_rival, _ = contest.family_cells(result, result.scores()[ours])
+        way = "↑" if result.metric in MORE else "↓"
+        cells = [rival, speed, steps, loss, f"{result.metric} {way}", f"{metric} / {of_rival}"]
+        rows.append([contest.NAMES[name], *cells])
+    return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('generality'))}"
+
+
+def race_results() -> list[Any]:
+    return [contest.RaceResult.read(result) for result in runs_of("race").values()]
+
+
+def race_speeds() -> dict[str, float]:
+    """Of the median seconds to the target, the best rival's over KFAC's; zero where that did not reach it."""
     speeds = {}
-    for result in results:
+    for result in race_results():
         seconds = {name: contest.middle(contest.seconds_of(records)) for name, records in result.grouped().items()}
         best = min(time for name, time in seconds.items() if name not in contest.OWN)
         speeds[result.title.split(",")[0]] = best / seconds["kfac"] if math.isfinite(seconds["kfac"]) else 0.0
+    return speeds
+
+
+def race() -> str:
+    """KFAC beside the best rival in the time to a training loss, and the picture."""
+    speeds = race_speeds()
     said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
-    tables = "\n".join(map(contest.race_table, results))
-    return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{tables}\n{origin(stored_of('race'))}"
+    return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{origin(stored_of('race'))}"
+
+
+def race_tables() -> str:
+    """A table for each problem of the race, with units and directions."""
+    tables = "\n".join(map(contest.race_table, race_results()))
+    cells = lambda match: [cell.strip() for cell in match[0].strip("|").split("|")]
+    named = lambda match: f"| {' | '.join(COLUMNS.get(cell, cell) for cell in cells(match))} |"
+    return f"\n{re.sub(r'^.*contestant.*$', named, tables, flags=re.M)}\n{origin(stored_of('race'))}"
 
 
 def held_out() -> str:
-    """Ours beside the best tuned rival, in a few lines, and the picture.
+    """KFAC beside the best tuned rival, in a few lines, and the picture.
 
     Raises:
         NotStored: ours have not been run.
@@ -181,7 +244,107 @@ def held_out() -> str:
     lines = held.summary(held.read(runs_of("held_out")))
     if not lines:
         raise NotStored("held_out")
-    return f"{lines}\n![Held-out loss of all, times that of the best tuned rival](held_out.png)\n"
+    kept = "".join(f"{line}\n" for line in lines.splitlines() if line.startswith("- KFAC"))
+    return f"{kept}\n![Held-out loss of all, times that of the best tuned rival](held_out.png)\n"
+
+
+def standing() -> str:
+    """Where KFAC is ahead, level and behind, in training and on data held out: a row for each benchmark."""
+    scores, speeds, _ = scores_of_kfac()
+    names = contest.NAMES
+    speed = {names[family]: speed_of(family, scores, speeds) for family in speeds}
+    races = race_speeds()
+    losses, stopped = held_out_ratios()
+    shown = lambda ratios: {name: f"{ratio:.2f}" for name, ratio in ratios.items()}
+    rows = [
+        [
+            "**training**, sixteen families: times as fast as the best of four tuned rivals ↑",
+            *standing_cells({names[family]: one for family, one in speeds.items()}, speed, LEVEL),
+        ],
+        [
+            "**training**, race: the same, best of seven tuned rivals ↑",
+            *standing_cells(races, {name: f"{one:.2g}" for name, one in races.items()}, LEVEL),
+        ],
+        [
+            "**held out**, twelve problems, cosine: loss, of the best of four tuned rivals ↓",
+            *standing_cells(inverted(losses), shown(losses), LEVEL_LOSS),
+        ],
+        [
+            "**held out**, five tables with early stopping: loss, of AdamW's ↓",
+            *standing_cells(inverted(stopped), shown(stopped), LEVEL_LOSS),
+        ],
+    ]
+    return f"\n{_report.markdown(['', *map(str.lower, GROUPS)], 'llll', rows)}\n"
+
+
+def inverted(ratios: Mapping[str, float]) -> dict[str, float]:
+    return {name: 1 / ratio for name, ratio in ratios.items()}
+
+
+def held_out_ratios() -> tuple[dict[str, float], dict[str, float]]:
+    """KFAC's held-out loss: under a cosine, over the best tuned rival's; on tables with early stopping, over AdamW's.
+
+    Raises:
+        NotStored: ours have not been run.
+    """
+    problems, tables = held.parted(held.read(runs_of("held_out")))
+    losses = {held.NAMES[name]: held.ratio(one, "kfac_cosine") for name, one in problems.items() if one.best()}
+    best = lambda one, name: held.middle([held.loss_of(held.lowest(record)) for record in one.of(name)])
+    stopped = {held.NAMES[name]: best(one, "kfac") / best(one, "adamw") for name, one in tables.items()}
+    if any(map(math.isnan, [*losses.values(), *stopped.values()])):
+        raise NotStored("held_out")
+    return losses, stopped
+
+
+def held_out_line() -> str:
+    losses, stopped = held_out_ratios()
+    ahead, level, behind = grouped(inverted(losses), LEVEL_LOSS).values()
+    problems, _ = held.parted(held.read(runs_of("held_out")))
+    ((_, below),) = (line.split(": held-out loss ") for line in held.beside_each(problems, "kfac_cosine"))
+    lower = len(grouped(inverted(stopped), LEVEL_LOSS)["Ahead"])
+    return (
+        f"On data **held out**, under a cosine and with nothing set, its loss beside the best of four tuned rivals is "
+        f"lower on {len(ahead)} of {len(losses)} problems, level (within 5 %) on {len(level)} and higher on "
+        f"{len(behind)}, most on {', '.join(f'{name} ({losses[name]:.2f} times)' for name in behind[:-4:-1])}. It is "
+        f"{below[:-1]}. With early stopping it is lower than AdamW's on {lower} of {len(stopped)} tables."
+    )
+
+
+def standing_cells(speeds: Mapping[str, float], shown: Mapping[str, str], level: float) -> list[str]:
+    groups = grouped(speeds, level).values()
+    return [f"{len(names)}: {', '.join(f'{n} {shown[n]}' for n in names)}" if names else "0" for names in groups]
+
+
+def times(cells: list[float]) -> str:
+    return f"{min(cells):.1f} to {max(cells):.1f} times"
+
+
+def gpu_line() -> str:
+    """What a step costs and takes beside SGD's, and the race there."""
+    tables = dict(zip(("ViT", "ResNet-18", "GPT-2 small"), stored_of("gpu_steps").tables[::2], strict=True))
+    rows = {name: {row[0]: row for row in table.rows} for name, table in tables.items()}
+    prices = {name: float(of["KFAC"][4]) for name, of in rows.items()}
+    memory = [float(of["KFAC"][8]) / float(of["SGD"][8]) for of in rows.values()]
+    cheapest, dearest = min(prices, key=prices.__getitem__), max(prices, key=prices.__getitem__)
+    beside_muon = {}
+    for title, table in zip(("autoencoder", "GPT", "tanh network"), stored_of("gpu_race").tables, strict=True):
+        seconds = {row[0]: float(row[2].split()[0]) for row in table.rows if not row[2].startswith("-")}
+        beside_muon[title] = seconds["Muon + AdamW"] / seconds["KFAC"]
+    said = lambda one: f"{one:.1f} times as fast" if one >= 1 else f"{1 / one:.1f} times as slow"
+    listed_races = ", ".join(f"{title} {said(one)}" for title, one in beside_muon.items())
+    return (
+        f"On an H100 a step of `KFAC` takes **{prices[cheapest]:.1f} ({cheapest}) to {prices[dearest]:.1f} times "
+        f"({dearest})** as long as one of SGD in the mean, and {times(memory)} its memory.\nIt is ahead of Muon on "
+        f"{sum(one > 1 for one in beside_muon.values())} of {len(beside_muon)} races there, one seed each "
+        f"({listed_races}).\n"
+    )
+
+
+def price_line() -> str:
+    """What a mean step costs on the sixteen families."""
+    (table,) = stored_of("prices").tables
+    prices = [float(row[table.columns.index("mean")]) for row in table.rows]
+    return f"In small models a mean step of `KFAC` takes {times(prices)} as long as SGD's.\n"
 
 
 def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
@@ -215,10 +378,12 @@ def influence_line() -> str:
 
 def forgetting_line() -> str:
     accuracies = {name: rest for (name, strength), rest in rows_by("forgetting", 2).items() if strength in ("-", "1")}
-    (before, _), (free, second), (kept, own) = (accuracies[n] for n in ("the first task alone", "no penalty", "kfac"))
+    (before, _), (free, second), (kept, with_penalty) = (
+        accuracies[name] for name in ("the first task alone", "no penalty", "kfac")
+    )
     return (
         f"A network that learns a second task under `quadratic_penalty` keeps **{kept} % accuracy on the first** "
-        f"({before} % before, {free} % without the penalty), with {own} % on the second ({second} % without)."
+        f"({before} % before, {free} % without the penalty), with {with_penalty} % on the second ({second} % without)."
     )
 
 
@@ -234,7 +399,7 @@ def poisson_line() -> str:
 def headline() -> str:
     """What README begins with; a line whose results are not stored is left out."""
     lines = []
-    for line in (steps_line, pruning_line, influence_line, forgetting_line, poisson_line):
+    for line in (steps_line, held_out_line, pruning_line, influence_line, forgetting_line, poisson_line):
         with contextlib.suppress(NotStored):
             lines.append(f"- {line()}\n")
     return "".join(lines)
@@ -291,10 +456,17 @@ def runs_of(name: str) -> dict[str, Any]:
 SENTENCES: dict[str, Callable[[], str]] = {
     "demo_losses": demo,
     "families": families,
+    "families_mean": families_mean,
+    "families_of_ekfac": partial(family_table, "ekfac"),
+    "families_of_kfac": partial(family_table, "kfac"),
+    "gpu_line": gpu_line,
     "headline": headline,
     "held_out_lines": held_out,
     "peers": peers,
+    "price_line": price_line,
     "race": race,
+    "race_tables": race_tables,
+    "standing": standing,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},
 }
 

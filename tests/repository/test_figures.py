@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 import sys
 
 import pytest
@@ -24,6 +25,7 @@ MLP | norms | 8.0 | 0.71 †
 
 Ratios of processor time | on two threads
 """
+NUMBERS = {"sixteen": 16, "race": 4, "twelve": 12, "five": 5}
 INFLUENCE = bench_all.Stored(
     "python influence.py", "abc1234", "2026-01-01", "2 x CPU", "2", "3", 1.0,
     [bench_all.Table(["model", "factors, s", "kronfluence"], [["MLP 784-512-256-10", "0.30", "14.60"]])],
@@ -105,9 +107,26 @@ def test_the_race_is_shown_once_it_is_stored(monkeypatch, tmp_path):
     (tmp_path / "race.json").write_text(json.dumps(dataclasses.asdict(INFLUENCE)))
     for module in (bench_all, figures):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    text = figures.rendered("<!-- results: race -->\n<!-- end of results -->\n")
+    regions = "".join(f"<!-- results: {what} -->\n<!-- end of results -->\n" for what in ("race", "race_tables"))
+    text = figures.rendered(regions)
     assert "- **Ahead** on 1: an MLP (2).\n" in text and "- **Behind** on 1: a CNN (not reached).\n" in text
-    assert "### a CNN, digits" in text and "race.png" in text and "commit `abc1234`" in text
+    assert "### a CNN, digits" in text and "| contestant | setting | CPU s to target ↓ (min - max) |" in text
+    assert "race.png" in text and "commit `abc1234`" in text
+
+
+def test_each_benchmark_is_ahead_level_or_behind():
+    """Once on each row of the first table, by the ratio that stands beside its name."""
+    for row in [row for row in figures.standing().splitlines() if row.startswith("| **")]:
+        what, *cells = row.strip("| ").split(" | ")
+        counts = [int(cell.split(":")[0]) for cell in cells]
+        assert sum(counts) == next(n for word, n in NUMBERS.items() if word in what)
+        ratios = [[float(x) for x in re.findall(r"(?<= )\d[\d.]*(?=,|$)", cell)] for cell in cells]
+        assert [len(part) for part in ratios] == counts
+        ahead, level, behind = ([1 / x for x in part] if "↓" in what else part for part in ratios)
+        bound = figures.LEVEL_LOSS if "↓" in what else figures.LEVEL
+        near = 1.02  # what two digits leave of a ratio
+        assert all(x * near >= bound for x in ahead) and all(x <= near / bound for x in behind)
+        assert all(1 / bound / near <= x <= bound * near for x in level)
 
 
 @pytest.mark.parametrize("name", bench_all.COMMANDS)
