@@ -79,13 +79,6 @@ class Rule:
         """The bias of a weight, as in `bias_of`; None where this call gives it another factor than the weight."""
         return self.bias_of.get(slot)
 
-    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        """How the output changes, to first order, as the arguments move along `directions`, of their shapes.
-
-        Where it is not overridden, the gradients of the arguments are differentiated instead.
-        """
-        raise NotImplementedError
-
     def counts_over_batch(self, call: RecordedCall) -> bool:
         """Whether torch's batch gradient is not the sum over samples (frequencies counted over the whole batch)."""
         return False

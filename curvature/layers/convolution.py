@@ -63,13 +63,6 @@ class ConvolutionRule(_ConvolutionRule):
     functions = (F.conv1d, F.conv2d, F.conv3d)
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
-    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        if "weight" not in directions:
-            return directions["bias"].reshape(-1, *[1] * (call.args["weight"].ndim - 2)).expand(call.shape)
-        weight, settings = directions["weight"], {k: call.args[k] for k in self.signature[3:] if k in call.args}
-        convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
-        return convolve(call.args["input"].to(weight.dtype), weight, directions.get("bias"), **settings)
-
 
 @register
 class TransposedConvolutionRule(_ConvolutionRule):

@@ -116,12 +116,6 @@ class LinearRule(_ContractionRule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        if "weight" not in directions:
-            return directions["bias"].expand(call.shape)
-        weight = directions["weight"]
-        return F.linear(call.args["input"].to(weight.dtype), weight, directions.get("bias"))
-
     def labels(self, call: RecordedCall) -> tuple[dict[str, Labels], Labels]:
         tail: list[Hashable] = ["o"] * (call.args["weight"].ndim - 1)  # a vector weight sums over the features
         lead = list(range(len(call.shape) - len(tail)))

@@ -1,7 +1,7 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
-``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass, or one in forward
-mode (`linearised`). Where torch loses a part of it, it comes by rows. A Hessian's product differentiates the gradient
+``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` differentiates a backward pass, or takes one in forward mode
+(`linearised`). Where torch loses a part of it, it comes by rows. A Hessian's product differentiates the gradient
 (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 

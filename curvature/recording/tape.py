@@ -108,12 +108,6 @@ class Use:
         """Whether the data are as the function met them."""
         return all(x._version == version for x, version in self.versions)
 
-    @property
-    def knows_change(self) -> bool:
-        """Whether the rule says how the output changes with the parameters, and these are read as they are."""
-        known = self.rule is not None and type(self.rule).change is not Rule.change
-        return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
-
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output.
 
