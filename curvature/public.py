@@ -18,7 +18,6 @@ from curvature.gradients import (
 from curvature.layers import Layout
 from curvature.losses import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.matrices import (
-    combine,
     ekfac,
     empirical_fisher,
     fisher,
@@ -74,7 +73,7 @@ __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "FunctionModel", "Injection", "Jacobian",
     "Kronecker", "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree",
     "NoiseScale", "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use",
-    "capture", "check_gradients", "clipped_gradient", "combine", "conjugate_gradient", "ekfac", "empirical",
+    "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
     "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
     "gradient_noise_scale", "hessian", "influence",
     "influence_by_parameter", "influence_by_place", "isotropic", "kept", "kfac", "lanczos_eigenvalues",

@@ -21,7 +21,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500)
 STEPS = parser.parse_args().steps
 torch.set_num_threads(1)  # small matrices: more threads wait for each other
-FACTORS = Path(f"out/attribution/{STEPS}_steps.sums")
+FACTORS = Path(f"out/attribution/{STEPS}_steps.pt")
 FACTORS.parent.mkdir(parents=True, exist_ok=True)
 
 images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
@@ -49,10 +49,13 @@ mistakes = (answers != test_labels).nonzero()[:, 0]
 print(f"{len(mistakes)} mistakes in {len(test_images)} digits; trained in {time.perf_counter() - began:.1f} s")
 
 train = DataLoader(TensorDataset(train_images, train_labels), batch_size=200)  # in a fixed order
-for run in ("computed", "computed again: read from the file"):
-    began = time.perf_counter()
-    K = curvature.ekfac(model, loss, train, store=FACTORS)  # a file of other parameters would be refused
-    print(f"factors, {run}: {time.perf_counter() - began:.2f} s, {FACTORS.stat().st_size / 1e3:.0f} kB")
+began = time.perf_counter()
+K = curvature.ekfac(model, loss, train)
+K.save(FACTORS)
+print(f"factors, computed: {time.perf_counter() - began:.2f} s, {FACTORS.stat().st_size / 1e3:.0f} kB")
+began = time.perf_counter()
+K = curvature.load(FACTORS)
+print(f"factors, loaded: {time.perf_counter() - began:.2f} s")
 
 began = time.perf_counter()
 queries = test_images[mistakes], answers[mistakes]  # what is behind the model's own answers?

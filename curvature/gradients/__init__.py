@@ -8,13 +8,11 @@ pass, take each sample's own loss, find or learn a plan (`plans`), make terms of
 
 from curvature.gradients.batch import Batch, OtherShapeAlone, either_form
 from curvature.gradients.data import (
-    digests,
     kind_of,
     number_of_batches,
     pairs,
     require_order,
     require_pairs,
-    require_same,
 )
 from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
@@ -53,10 +51,10 @@ from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_nois
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "OtherShapeAlone", "Plan", "RefuseNewData", "SamplesMeet",
     "UNSTEADY", "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes",
-    "check_gradients", "clipped_gradient", "complete_changes", "computed_weights", "differences", "digests",
+    "check_gradients", "clipped_gradient", "complete_changes", "computed_weights", "differences",
     "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of",
     "learn", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_order", "require_pairs",
-    "require_same", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
+    "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
     "terms_by_parameter", "tried_by_vmap", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -1,15 +1,12 @@
-"""Data as pairs (x, y): one of them, or an iterable of them; and whether a file or an order of them is the same."""
+"""Data as pairs (x, y): one of them, or an iterable of them; and whether these always come in one order."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,8 +17,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-
-from curvature.recording import unwrap_compiled
 
 DRAWING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -88,31 +83,6 @@ def number_of_batches(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
-
-
-def digests(model: nn.Module) -> dict[str, str]:
-    """A few characters for each parameter and buffer, which change with its values."""
-    model = unwrap_compiled(model)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-
-    def digest(t: Tensor) -> str:
-        content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()
-
-    tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
-
-
-def require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any], *but: str) -> None:
-    """Raise ValueError where a file was begun with something else; `but` names what may differ."""
-    for key in dict.fromkeys([*known, *about]):
-        before, now = known.get(key), about.get(key)
-        if key in but or before == now:
-            continue
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-            raise ValueError(f"{key}: {', '.join(names[:5])} changed since {path} was begun; take another file")
-        raise ValueError(f"{key}: {now}, but {path} was begun with {before}; take another file")
 
 
 def require_order(data: Any, name: str = "data") -> None:

@@ -438,14 +438,6 @@ class SampleMasses:
         if self.is_untold and self.first is None:
             require_terms(0)
 
-    def require_common_unit(self) -> None:
-        """Raise ValueError for masses in a unit of this pass: its sums and those of other data cannot be added."""
-        if not self.is_plain:
-            raise ValueError(
-                f"store: samples weigh differently in {name_of(self.loss)}, by how much is known beside those of "
-                "the first batch alone, so sums over other data could not be added; take a loss of torch.nn"
-            )
-
     def _of_first(self, number: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
         measured = self._shares(output, target, count, dims)
         n = int(measured.argmax())

@@ -3,7 +3,6 @@
 In: a model, a loss and data. Out: an operator (`curvature.operators`). A builder goes over the data (`passes`), sends
 an injection's vectors back from the output of every batch, and adds up the terms that result (`accumulators`), one
 accumulator for each layer (`block_structure`). Matrix-free operators go over the data at every product (`products`).
-`stored_sums` keeps sums in files.
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
@@ -23,10 +22,9 @@ from curvature.matrices.jacobians import per_sample_jacobians
 from curvature.matrices.matrix_free import kept
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.per_sample_diagonals import per_sample_fisher_diagonals, per_sample_hessian_diagonals
-from curvature.matrices.stored_sums import combine
 
 __all__ = [
-    "DataSource", "RecordedBatch", "Structure", "combine", "ekfac", "empirical_fisher", "fisher",
+    "DataSource", "RecordedBatch", "Structure", "ekfac", "empirical_fisher", "fisher",
     "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kept", "kfac", "per_sample_fisher_diagonals",
     "per_sample_hessian_diagonals", "per_sample_jacobians", "rows_of",
 ]  # fmt: skip

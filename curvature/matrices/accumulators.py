@@ -79,10 +79,6 @@ class Accumulator(Generic[Result]):
     def add(self, chunk: Chunk) -> None:
         raise NotImplementedError
 
-    def add_(self, other: Any) -> None:
-        """Add the sum of other data, which is used up; ValueError where it cannot be added."""
-        raise NotImplementedError
-
     def result(self, scale: float) -> Result:
         """The operator on the block's parameters; the sum is used up."""
         raise NotImplementedError
@@ -109,9 +105,6 @@ class FixedOperator(Accumulator[Operator]):
     def add(self, chunk: Chunk) -> None:
         pass
 
-    def add_(self, other: Any) -> None:
-        pass
-
     def result(self, scale: float) -> Operator:
         return self.block
 
@@ -130,10 +123,6 @@ class DiagonalAccumulator(Accumulator[Diagonal]):
                 weights = chunk.on(self.space.devices[name]).weights
                 new = sum_of_products(*found, weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
                 self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
-
-    def add_(self, other: Any) -> None:
-        for name, new in other.sums.items():
-            self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
     def result(self, scale: float) -> Diagonal:
         return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
@@ -175,9 +164,6 @@ class DenseAccumulator(Accumulator[operators.Dense]):
             w = u if chunk.right is chunk.left else rows(chunk.right, k)
             self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
 
-    def add_(self, other: Any) -> None:
-        self.sum += other.sum
-
     def result(self, scale: float) -> operators.Dense:
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
 
@@ -204,11 +190,6 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
                 part = (part + part.mT) / 2
             new.backprops[reading] = part
         self.total.add_(new)
-
-    def add_(self, other: Any) -> None:
-        if other.total.scheme != self.total.scheme:
-            raise ValueError(f"{self.names[0]} is read in other forms by other data")
-        self.total.add_(other.total)
 
     def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
         """The terms of each vector by their reading of the weight: those of one pass are the same for all vectors."""
@@ -238,13 +219,6 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         return EigenAccumulator(self.total.scheme, block)
 
 
-def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
-    """Whether two bases are equal, to what processors differ by; None is the identity."""
-    if x is None or y is None:
-        return x is y
-    return x.shape == y.shape and bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
-
-
 class EigenAccumulator(Accumulator[EigenKronecker]):
     """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
 
@@ -258,15 +232,6 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
         found = chunk.by_sample(self.names[0])
         if found is not None:
             self.sum += self.basis.products(*found, chunk.weights)
-
-    def add_(self, other: Any) -> None:
-        for ours, theirs in ((self.basis.rows, other.basis.rows), (self.basis.columns, other.basis.columns)):
-            if not _are_near(ours, theirs):
-                raise ValueError(
-                    f"{self.names[0]}: its eigenvalues are in other bases; make all with ekfac(..., factors=K), K of "
-                    "all data"
-                )
-        self.sum += other.sum
 
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.rows, self.basis.columns
@@ -296,18 +261,6 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         """The names of each block; without a tape, of parameters that no data have met."""
         together = layers_of(tape, [name for name in names if name not in self.alone])
         return together + [(name,) for name in names if name in self.alone]
-
-    def add_(self, other: Any) -> None:
-        for names, part in other.parts.items():
-            if names in self.parts:
-                if type(part) is not type(self.parts[names]):
-                    raise ValueError(f"{names[0]} has other structures with other data; choose one by structure=")
-                self.parts[names].add_(part)
-            elif all(name in self.waiting for name in names):
-                self.parts[names] = part
-                self.waiting = [name for name in self.waiting if name not in names]
-            else:
-                raise ValueError(f"{', '.join(names)}: read together by some of the data only")
 
     def result(self, scale: float) -> BlockDiagonal:
         zeros = [DiagonalAccumulator(self.space.subspace(names)) for names in self._by_layer(None, self.waiting)]
@@ -358,12 +311,6 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
                 )
             found.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
         return found
-
-    def add_(self, other: Any) -> None:
-        if other.parts.keys() != self.parts.keys():
-            raise ValueError(f"{self.names[0]}: other rows are read together by other data")
-        for rows, part in self.parts.items():
-            part.add_(other.parts[rows])
 
     def result(self, scale: float) -> RowBlocks:
         where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,6 @@ from curvature.matrices.accumulators import (
 )
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
-from curvature.matrices.stored_sums import Progress, StoredSums
 from curvature.operators import DENSE_LIMIT, Space
 from curvature.recording import is_within
 from curvature.terms import Term, name_of_rows, row_ranges
@@ -32,7 +31,6 @@ MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets 
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
-Sums = TypeVar("Sums", bound=Accumulator[Any])
 Passes = DataSource | Repeated  # the latter also checks that data are the same every time
 
 
@@ -57,43 +55,36 @@ def collected(
     seed: int,
     accumulator: Accumulator[Result],
     chunks: Chunks = RecordedBatch.chunks,
-    store: StoredSums | None = None,
 ) -> Result:
     """The operator of an accumulator, after one pass over the data: see `summed`."""
-    found, scale = summed(passes, inject, seed, accumulator, chunks, store)
-    return found.result(scale)
+    return accumulator.result(summed(passes, inject, seed, accumulator, chunks))
 
 
 def summed(
     passes: Passes,
     inject: Injection,
     seed: int,
-    accumulator: Sums,
+    accumulator: Accumulator[Any],
     chunks: Chunks = RecordedBatch.chunks,  # sends back the injection's vectors, or others with the same result
-    store: StoredSums | None = None,
-) -> tuple[Sums, float]:
-    """An accumulator after one pass over the data, perhaps from stored sums on, and what to multiply its sums with."""
+) -> float:
+    """Add up an accumulator in one pass over the data; returns what to multiply its sums with."""
     require_injection(inject)
-    devices = accumulator.space.devices.values()
-    progress = Progress(accumulator, torch.Generator(accumulator.space.device).manual_seed(seed))
+    generator = torch.Generator(accumulator.space.device).manual_seed(seed)
+    total = 0.0  # what the samples count for together
 
     def visit(run: RecordedBatch) -> None:
-        for chunk in chunks(run.as_seen_by(inject), inject, progress.generator):
+        nonlocal total
+        for chunk in chunks(run.as_seen_by(inject), inject, generator):
             if chunk.first:
-                progress.total += float(chunk.weights.sum())
-            with without_autocast(devices):
-                progress.accumulator.add(chunk)
-        progress.is_sum = passes.is_sum
-        if store is not None:
-            run.masses.require_common_unit()
+                total += float(chunk.weights.sum())
+            with without_autocast(accumulator.space.devices.values()):
+                accumulator.add(chunk)
 
-    if store is None:
-        passes.each(visit)
-    else:
-        store.fill(progress, visit, passes.each)
-    if not passes.is_sum:
-        require_terms(progress.total)
-    return cast("Sums", progress.accumulator), 1.0 if passes.is_sum else 1 / progress.total
+    passes.each(visit)
+    if passes.is_sum:
+        return 1.0
+    require_terms(total)
+    return 1 / total
 
 
 def by_layers(

@@ -6,28 +6,25 @@ Conventions and units: docs/conventions.md.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import digests, either_form, number_of_batches, require_order
+from curvature.gradients import either_form
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, by_layers, collected, require_injection, seed_of, summed
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated
-from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree
 from curvature.recording import in_turn, warn_once
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
-Path = str | os.PathLike[str]
 FLAT = nn.NLLLoss, nn.L1Loss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.HingeEmbeddingLoss
 LINEAR = (
     "loss: %s is piecewise linear in the model's output, so that this Gauss-Newton matrix is zero; if the output are "
@@ -45,7 +42,6 @@ def fisher_diagonal(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
-    store: Path | None = None,
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """The diagonal of the Fisher matrix over all of `data`, or of what else `inject` estimates.
@@ -63,9 +59,6 @@ def fisher_diagonal(
         generator: for the random injections, on any device. None: a new one with a fixed seed, so that every
             call draws the same numbers. For independent estimates pass one generator to all calls. The global random
             state is not touched.
-        store: path of a file for the sums over the batches, written from time to time and at the end, even after an
-            exception. The same call resumes where the file stops, as `store_projections` does: it skips the batches
-            that the file has, except the first, which must give the same as before. `combine` merges several files.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -75,8 +68,7 @@ def fisher_diagonal(
         ValueError: the model has BatchNorm in training mode; samples meet in the loss, or in the model and there are
             several batches or `inject` is `empirical` (the module is named); the loss has no scalar reduction or, for
             the injection, no likelihood, no term of it counts, or it is not finite; no parameter has one of the names
-            (near ones are shown), or there are no data. With `store`: the data shuffle, or the file was begun with
-            something else (it is named).
+            (near ones are shown), or there are no data.
         TypeError: an argument of the wrong kind.
 
     One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes one vector for each
@@ -85,9 +77,7 @@ def fisher_diagonal(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = DiagonalAccumulator(source.space)
-    file = _stored(store, source, inject, "diagonal")
-    found, scale = summed(source, inject, seed_of(generator), sums, diagonal_chunks, file)
-    return found.by_name(scale)
+    return sums.by_name(summed(source, inject, seed_of(generator), sums, diagonal_chunks))
 
 
 @either_form
@@ -101,7 +91,6 @@ def fisher_blocks(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
-    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """The exact block of every layer, weight and bias together.
@@ -118,8 +107,7 @@ def fisher_blocks(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = by_layers(source.space, "dense", "expand", structure)
-    file = _stored(store, source, inject, f"blocks, {structure}")
-    return collected(source, inject, seed_of(generator), sums, store=file)
+    return collected(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -233,7 +221,6 @@ def kfac(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
-    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """K-FAC: one block ``kron(B, A)`` for each layer, in units of loss / parameter^2.
@@ -257,8 +244,7 @@ def kfac(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    file = _stored(store, source, inject, f"kfac, {sharing}, {structure}")
-    return collected(source, inject, seed_of(generator), sums, store=file)
+    return collected(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -275,7 +261,6 @@ def ekfac(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
-    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """EK-FAC: the eigenvectors of `kfac` with exact eigenvalues.
@@ -284,39 +269,14 @@ def ekfac(
     arXiv:1806.03884).
 
     Args:
-        factors: what `kfac` (or `combine`) returned for the same parameters, perhaps of more data. There is then only
+        factors: what `kfac` returned for the same parameters, perhaps of more data. There is then only
             one pass over the data, in the eigenbasis of these factors; blocks without factors stay as they are, but
             for zeros: they are of these data.
-        store: as for `kfac`; ``store + ".factors"`` is the file of the first of two passes.
 
     Without `factors` it takes two passes over the data. Other arguments, units and errors are those of `kfac`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     passes, seed = Repeated(source, inject), seed_of(generator)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    if factors is None:
-        first = None if store is None else f"{os.fspath(store)}.factors"
-        file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")
-        again = sums.refined(collected(passes, inject, seed, sums, store=file))
-    else:
-        again = sums.within(factors)
-    file = _stored(store, source, inject, f"ekfac, {sharing}, {structure}")
-    return collected(passes, inject, seed, again, store=file)
-
-
-def _stored(store: Path | None, source: DataSource, inject: Injection, form: str) -> StoredSums | None:
-    """The file at this path, and what it is about."""
-    if store is None:
-        return None
-    require_order(source.data)
-    return StoredSums(
-        store,
-        {
-            "batches": number_of_batches(source.data),
-            "inject": repr(inject),
-            "reduction": getattr(source.loss, "reduction", "mean"),
-            "structure": form,
-            "parameters": ", ".join(source.space.names),
-            "model": digests(source.model),
-        },
-    )
+    again = sums.refined(collected(passes, inject, seed, sums)) if factors is None else sums.within(factors)
+    return collected(passes, inject, seed, again)

@@ -93,7 +93,6 @@ class DataSource:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        wanted: Callable[[int], bool] | None = None,  # whether the batch of this number is to be visited
         mode: Callable[[], AbstractContextManager[Any]] = nullcontext,  # of the forward passes
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved."""
@@ -104,8 +103,6 @@ class DataSource:
             if self.progress:
                 batches = tqdm(batches, total=gradients.number_of_batches(self.data), unit="batch", leave=False)
             for number, (x, y) in enumerate(batches):
-                if wanted is not None and not wanted(number):
-                    continue
                 batch = self.batch(x, y)
                 if not batch.count:
                     continue

@@ -76,8 +76,8 @@ class Repeated:
         return seen, tuple(m.training for m in model.modules())
 
     @in_turn()
-    def each(self, visit: Callable[[RecordedBatch], None], wanted: Callable[[int], bool] | None = None) -> None:
-        """`DataSource.each` with checks; a pass over some of the batches is not compared with the first one."""
+    def each(self, visit: Callable[[RecordedBatch], None]) -> None:
+        """`DataSource.each` with checks."""
         self._require_same_model()
         seen: list[float] = []
 
@@ -93,11 +93,9 @@ class Repeated:
             visit(run)
 
         try:
-            self.source.each(checked, wanted, TwiceDifferentiable)
+            self.source.each(checked, TwiceDifferentiable)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
-        if wanted is not None:
-            return
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
         if not self.ordered:

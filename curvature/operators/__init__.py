@@ -23,13 +23,12 @@ from curvature.operators.spectra import (
     lanczos_logdet,
     spectral_density,
 )
-from curvature.operators.storage import read, restore
 from curvature.operators.stored import blocks_of, in_memory, load
 
 __all__ = [
     "BlockDiagonal", "Curvature", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker",
     "MatrixFree", "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum",
     "Tridiagonal", "as_operator", "blocks_of", "conjugate_gradient", "flat_parameters", "in_memory", "lanczos",
-    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty", "read",
-    "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
+    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
+    "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -8,10 +8,8 @@ in a file (`store_projections`). Neither the gradients nor the map exist as a wh
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +25,11 @@ from tqdm import tqdm
 
 from curvature.gradients import (
     Batch,
-    digests,
     either_form,
     number_of_batches,
     pairs,
     require_order,
     require_pairs,
-    require_same,
     sample_terms,
 )
 from curvature.losses import Loss
@@ -41,8 +37,6 @@ from curvature.recording import trained_parameters
 from curvature.terms import DenseGradients, Term, gradients, pieces, project_sides
 
 BLOCK_ENTRIES = 1 << 18  # of a dense map that are drawn at a time; other blocks are other maps
-SECONDS = 1.0  # between two notes of how far the file is
-TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
 
 
 # -- projections as values: a kind, a size and a seed, from which any part of the map can be drawn again
@@ -275,7 +269,7 @@ def _require_size(name: str, size: int) -> None:
         raise ValueError(f"{name}: expected a positive integer, found {size!r}")
 
 
-# -- all samples of a data set, in a file that grows and can be gone on with
+# -- all samples of a data set, in a file
 
 
 @either_form
@@ -292,9 +286,7 @@ def store_projections(
 ) -> np.ndarray:
     """`per_sample_projections` of all data in a numpy file, row n for sample n in the order of the data.
 
-    Beside it, in ``path + ".json"``, is noted what the rows are of and how many are there, at least once a second and
-    when the pass ends, with or without an exception. The same call goes on with a file that is not complete: the
-    gradients of rows that are there are not computed again, but for the first batch, which must agree with them.
+    The file is there once it is complete; until then it is called ``path + ".part"``.
 
     Args:
         data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice and does not shuffle (a
@@ -308,85 +300,35 @@ def store_projections(
         The file as an array (N, K), mapped into memory for reading: ``numpy.load(path, mmap_mode="r")``.
 
     Raises:
-        ValueError: the data shuffle, do not tell how many samples they have, or have none; or the file was begun with
-            another model (the parameters are named), choice of parameters, projection or amount of data, or the first
-            batch has other rows now (another loss, mode, order or transform). Or as for `per_sample_gradients`.
-        FileExistsError: there is such a file, which this function has not begun.
+        ValueError: the data shuffle, do not tell how many samples they have, or have none. Or as for
+            `per_sample_gradients`.
+        FileExistsError: there is such a file.
         TypeError: an argument of the wrong kind.
     """
     require_projection(projection)
     require_pairs(data)
     require_order(data)
-    names = list(trained_parameters(model, parameters))
-    about: dict[str, Any] = {
-        "rows": 0,
-        "samples": _number_of_samples(data, model, loss, sample_dim),
-        "batches": number_of_batches(data),
-        "projection": repr(projection),
-        "model": digests(model),
-        "parameters": names,
-    }
-    file, batches, start = _File(Path(path), about), pairs(data), 0
-    try:
-        for x, y in tqdm(batches, total=about["batches"], unit="batch", leave=False, disable=not progress):
-            stop = start + Batch.of(model, loss, x, y, sample_dim).count
-            if start == 0 or stop > about["rows"]:
-                rows = per_sample_projections(model, loss, x, y, projection, parameters=names, sample_dim=sample_dim)
-                file.put(start, stop, rows)
-            start = stop
-    finally:
-        file.write_note()
-    if start != about["samples"]:
-        raise ValueError(f"data: {about['samples']} samples when they were counted, {start} in the pass")
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"{path} exists: take another file, or delete it")
+    count = _number_of_samples(data, model, loss, sample_dim)
+    batches, part, start = pairs(data), path.with_name(path.name + ".part"), 0
+    array: np.ndarray | None = None
+    for x, y in tqdm(batches, total=number_of_batches(data), unit="batch", leave=False, disable=not progress):
+        options: Any = {"parameters": parameters, "sample_dim": sample_dim}
+        rows = per_sample_projections(model, loss, x, y, projection, **options).cpu().numpy()
+        if array is None:
+            array = open_memmap(part, mode="w+", dtype=rows.dtype, shape=(count, rows.shape[1]))
+        if start + len(rows) > count:
+            raise ValueError(f"data: {count} samples when they were counted, at least {start + len(rows)} in the pass")
+        array[start : start + len(rows)] = rows
+        start += len(rows)
+    if start != count:
+        raise ValueError(f"data: {count} samples when they were counted, {start} in the pass")
+    assert isinstance(array, np.memmap)
+    array.flush()
+    os.replace(part, path)
     return np.load(path, mmap_mode="r")
-
-
-class _File:
-    """The array in its file, and the note beside it."""
-
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path, self.about, self.note = path, about, path.with_name(path.name + ".json")
-        self.array: np.ndarray | None = None
-        self.noted = time.monotonic()
-        if self.note.exists():
-            found = json.loads(self.note.read_text("utf-8"))
-            require_same(path, found, about, "rows")
-            about["rows"] = found["rows"]
-            self.array = open_memmap(path, mode="r+")
-        elif path.exists():
-            raise FileExistsError(f"{path} exists, without {self.note.name} that says what its rows are: take another")
-
-    def put(self, start: int, stop: int, rows: Tensor) -> None:
-        """Write rows; those that are there have to agree."""
-        values = rows.cpu().numpy()
-        if self.array is None:
-            shape = (self.about["samples"], values.shape[1])
-            self.array = open_memmap(self.path, mode="w+", dtype=values.dtype, shape=shape)
-            self.write_note()
-        if stop > len(self.array):
-            raise ValueError(f"data: {len(self.array)} samples when they were counted, at least {stop} in the pass")
-        known = max(start, min(stop, self.about["rows"]))
-        there, again = self.array[start:known], values[: known - start]
-        norms = np.linalg.norm(there, axis=1)
-        apart = np.linalg.norm(there - again, axis=1) > TOLERANCE * (norms + TOLERANCE * norms.max(initial=0))
-        if apart.any():
-            raise ValueError(
-                f"{self.path}: the projected gradient of sample {start + int(apart.argmax())} is not the one stored, "
-                f"with the same parameters; the loss, the data, their order or the model's mode has changed"
-            )
-        self.array[known:stop] = values[known - start :]
-        self.about["rows"] = max(self.about["rows"], stop)
-        if time.monotonic() - self.noted > SECONDS:
-            self.write_note()
-
-    def write_note(self) -> None:
-        """Rows first, so that the note never promises more than there is."""
-        if isinstance(self.array, np.memmap):
-            self.array.flush()
-            other = self.note.with_name(self.note.name + ".part")
-            other.write_text(json.dumps(self.about, indent=1), "utf-8")
-            os.replace(other, self.note)
-        self.noted = time.monotonic()
 
 
 def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any) -> int:

@@ -164,13 +164,13 @@ def test_what_the_message_says_keeps_the_order(case: str) -> None:
         require_order(single)
 
 
-def test_samplers_are_run_once_for_each_pass(tmp_path: Any) -> None:
+def test_samplers_are_run_once_for_each_pass() -> None:
     with seeded(1):
         model = torch.nn.Linear(3, 2)
     loss, sampler = torch.nn.MSELoss(), Declared(BATCHES)
     loader = DataLoader(DATA, batch_sampler=sampler)
     whole = DATA[:]
-    K = curvature.kfac(model, loss, loader, inject=curvature.empirical(), store=tmp_path / "sums")
+    K = curvature.kfac(model, loss, loader, inject=curvature.empirical())
     assert len(sampler.runs) == 1
     scores = curvature.influence(model, loss, loader, loader, K)
     assert len(sampler.runs) == 3  # the training samples once, the queries once

@@ -257,17 +257,3 @@ def test_batch_norm_in_training_mode_is_refused_by_every_builder():
         for form in (operator.diagonal, lambda op=operator: op @ drawn(op.space.size)):
             with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
                 form()
-
-
-def test_sums_that_are_stored_are_of_plain_means_or_sums(tmp_path):
-    model = built(MODELS["linear"])
-    for name in ("sum", "mean"):
-        loss, y = SUMS[name]
-        parts = [tmp_path / f"{name}{k}" for k in range(2)]
-        for part, some in zip(parts, (slice(0, 2), slice(2, 6)), strict=True):
-            curvature.kfac(model, loss, [(X[some], y[some])], store=part)
-        together = curvature.combine(parts).to_dense()
-        torch.testing.assert_close(together, curvature.kfac(model, loss, (X, y)).to_dense())
-    loss, y = SUMS["class weights"]
-    with pytest.raises(ValueError, match="store: samples weigh differently"):
-        curvature.kfac(model, loss, [(X, y)], store=tmp_path / "weighted")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,36 +99,6 @@ def test_files(builder: str, two_devices: tuple[str, str], tmp_path: Path) -> No
         whole = curvature.load(tmp_path / "K.pt", "cpu", lazily=lazily)
         assert set(whole.space.devices.values()) == {torch.device("cpu")}
         is_near(whole.to_dense(), K.to_dense().cpu())
-
-
-@pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_diagonal"])
-def test_interrupted_sums_go_on(builder: str, two_devices: tuple[str, str], tmp_path: Path) -> None:
-    """They are kept where they were, and refused where the parameters are elsewhere now."""
-    model, (x, y) = Split(two_devices), data(two_devices)
-    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
-    make = getattr(curvature, builder)
-
-    class Interrupted(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            yield batches[0]
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make(model, loss_at_output, Interrupted(batches), store=tmp_path / "sums")
-    found = make(model, loss_at_output, batches, store=tmp_path / "sums")
-    expected = make(Split(ONE), loss_at_output, data(ONE))
-    for own, other in zip(*(entries(K) for K in (found, expected)), strict=True):
-        is_near(own, other)
-    is_near(curvature.combine([tmp_path / "sums"]).diagonal(), torch.cat(entries(expected, diagonal=True)))
-    with pytest.raises(ValueError, match=rf"first.weight on .*; they are now first.weight on {two_devices[1]}"):
-        swapped = two_devices[1], two_devices[0]
-        make(Split(swapped), loss_at_output, [(x.to(swapped[0]), y) for x, y in batches], store=tmp_path / "sums")
-
-
-def entries(K: Any, diagonal: bool = False) -> list[Tensor]:
-    if isinstance(K, dict):
-        return [own.flatten() for own in K.values()]
-    return [K.diagonal() if diagonal else K.to_dense()]
 
 
 @pytest.mark.parametrize(
