@@ -22,7 +22,12 @@ from support.documents import script_of
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PEERS = ["opacus"]  # that a page uses
 ELSEWHERE = ["coming_from.md", "frameworks.md"]  # run by tests/integration, where what they need is imported anyway
-FILES = [path for path in PAGES if path.name not in ELSEWHERE and script_of(path.read_text("utf-8")).strip()]
+SHOWN = page_outputs.PAGES  # run below, by what they print
+FILES = [
+    path
+    for path in PAGES
+    if path.name not in ELSEWHERE and path not in SHOWN and script_of(path.read_text("utf-8")).strip()
+]
 
 
 def run(script: str, name: str, folder: Path) -> SimpleNamespace:
@@ -44,16 +49,24 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
-def test_the_readme_has_a_block() -> None:
-    assert ROOT / "README.md" in FILES
-
-
-@pytest.mark.parametrize("path", page_outputs.PAGES, ids=lambda path: path.name)
-def test_blocks_print_what_the_page_shows(path: Path) -> None:
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_blocks_print_what_the_page_shows(path: Path, tmp_path: Path) -> None:
     """python tests/support/page_outputs.py writes it anew."""
-    text = path.read_text("utf-8")
-    shown, printed = (page_outputs.outputs(page) for page in (text, page_outputs.with_outputs(text)))
+    result = programs.run(write_outputs, path, folder=tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    shown = page_outputs.outputs(path.read_text("utf-8"))
+    printed = page_outputs.outputs((tmp_path / path.name).read_text("utf-8"))
     assert shown and page_outputs.agree(shown, printed), printed
+
+
+def write_outputs(path: Path) -> None:
+    Path(path.name).write_text(page_outputs.with_outputs(path.read_text("utf-8"), str(path)), "utf-8")
+
+
+def test_outputs_agree_to_rounding_alone() -> None:
+    agree = page_outputs.agree
+    assert agree("loss 0.25, error 3e-16\n", "loss 0.30, error 4e-15\n") and not agree("loss 0.25", "loss 0.9")
+    assert not agree("error 3e-16", "error 3e-13") and not agree("loss 1", "cost 1") and not agree("1 2", "1")
 
 
 def prose_of(path: Path) -> str:
