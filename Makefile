@@ -1,4 +1,4 @@
-# make demo | examples | check | test | test-device | test-processors | mutants | bench | race | generality | held-out | lint | format | docs | package | clean
+# make demo | examples | check | test | durations | test-device | test-processors | mutants | bench | race | generality | held-out | lint | format | docs | package | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -35,7 +35,7 @@ SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo examples check fast test test-device test-processors kernels mutants bench bench-all figures race generality held-out lint format docs package clean
+.PHONY: demo examples check fast test durations test-device test-processors kernels mutants bench bench-all figures race generality held-out lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -64,6 +64,10 @@ test: .venv/test.stamp
 	@$(MAKE) --no-print-directory -j3 lint .venv/bench.stamp kernels
 	$(PYTEST)
 	$(SIMULATED) $(PYTEST) $(ON_DEVICE)
+
+# The same; cases and seconds of each folder go to docs/results/tests.json, which `make test` leaves as it is.
+durations:
+	DURATIONS=$(CURDIR)/docs/results/tests.json $(MAKE) --no-print-directory test
 
 # Everything that takes a device, on a simulated accelerator: two devices with CUDA's rules, and torch's own settings of
 # precision. The first run compiles it for about a minute; without a C++ compiler or Python's headers all is skipped.

@@ -31,9 +31,9 @@ def check_range(name: str, value: Any, low: float, high: float, open_end: bool =
 
 def require_one_device(owner: str, trained: Mapping[str, Tensor]) -> None:
     """Refuse parameters on several devices; names one of each."""
-    found = {p.device: name for name, p in trained.items()}
-    if len(found) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+    name_by_device = {p.device: name for name, p in trained.items()}
+    if len(name_by_device) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in name_by_device.items())
         raise NotImplementedError(
             f"{owner}.step: parameters are on several devices ({places}), which several processes do not take; move "
             "the model of each process to one device, or train it in a single process"

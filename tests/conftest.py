@@ -11,10 +11,12 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from support.durations import Durations
 from support.faults import fail
 from support.simulated_device.build import Unavailable
 
@@ -39,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """What torch says of modules that the catalogue has on purpose."""
     for message in ("enable_nested_tensor is True", "Using padding='same'", "reduction. 'mean' divides"):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+    if "DURATIONS" in os.environ and not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
+        config.pluginmanager.register(Durations(Path(os.environ["DURATIONS"]), " and ".join(DEVICES)))
 
 
 @pytest.hookimpl(wrapper=True)

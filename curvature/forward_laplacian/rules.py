@@ -138,7 +138,7 @@ register(properties("requires_grad"))(lambda call: True)
 
 
 @register([Tensor._is_view])
-def recorded(call: Call) -> bool:
+def refuse_recording(call: Call) -> bool:
     """A recorder calls this on every layer's result, and nothing else does."""
     raise Recorded("a model that is being recorded")
 
@@ -186,7 +186,7 @@ def affine(call: Call) -> Any:
 
 
 @register(SHAPED)
-def shaped(call: Call) -> Any:
+def take_form_of(call: Call) -> Any:
     take = lambda x: x.value if isinstance(x, Jet) else x
     first, (*rest,), kwargs = call.args[0], map_arguments(call.args[1:], take), map_arguments(call.kwargs, take)
     if not isinstance(first, Jet):
@@ -195,7 +195,7 @@ def shaped(call: Call) -> Any:
 
 
 @register(JOINED)
-def joined(call: Call) -> Any:
+def join(call: Call) -> Any:
     constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
     args, kwargs = map_arguments(call.args, constant), map_arguments(call.kwargs, constant)
     return _jets(call.of_values(), *_linear_derivatives(replace(call, args=args, kwargs=kwargs)))
@@ -206,7 +206,7 @@ def where(call: Call) -> Any:
     condition, *both = call.arguments("condition", "input", "other")
     like = call.jets[0].value
     tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
-    return joined(Call(call.form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {}))
+    return join(Call(call.form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {}))
 
 
 @register(BILINEAR)
@@ -370,7 +370,7 @@ def _broadcast_jet(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
     return Jet(value, first, second)
 
 
-def _scaled(x: Any, alpha: float) -> Any:
+def _scale(x: Any, alpha: float) -> Any:
     """``alpha x`` for a jet, tensor or number."""
     if alpha == 1:
         return x
@@ -379,13 +379,13 @@ def _scaled(x: Any, alpha: float) -> Any:
     return Jet(alpha * x.value, alpha * x.first, None if x.second is None else alpha * x.second)
 
 
-def _added(a: Any, b: Any, alpha: float = 1) -> Jet:
+def _add(a: Any, b: Any, alpha: float = 1) -> Jet:
     """``a + alpha b``."""
     operation: Callable[[Any, Any], Any] = operator.sub if alpha == -1 else operator.add
-    b = b if alpha == -1 else _scaled(b, alpha)
+    b = b if alpha == -1 else _scale(b, alpha)
     value = operation(_value(a), _value(b))
     if not isinstance(a, Jet):
-        b = _scaled(b, alpha) if alpha == -1 else b
+        b = _scale(b, alpha) if alpha == -1 else b
         return _broadcast_jet(value, b.aligned(value.ndim), b.second)
     first, second = a.aligned(value.ndim), a.second
     if isinstance(b, Jet):
@@ -426,9 +426,9 @@ Binary = Callable[[QuadraticForm, Any, Any, float], Jet]  # of the two arguments
 ARITHMETIC: dict[Function, Binary] = {
     function: binary
     for names, binary in (
-        ("add __add__ __radd__", lambda form, a, b, alpha: _added(a, b, alpha)),
-        ("sub subtract __sub__", lambda form, a, b, alpha: _added(a, b, -alpha)),
-        ("rsub __rsub__", lambda form, a, b, alpha: _added(b, a, -alpha)),
+        ("add __add__ __radd__", lambda form, a, b, alpha: _add(a, b, alpha)),
+        ("sub subtract __sub__", lambda form, a, b, alpha: _add(a, b, -alpha)),
+        ("rsub __rsub__", lambda form, a, b, alpha: _add(b, a, -alpha)),
         ("mul multiply __mul__ __rmul__", lambda form, a, b, alpha: product(form, a, b)),
         ("div divide true_divide __truediv__ __div__", lambda form, a, b, alpha: quotient(form, a, b)),
         ("__rtruediv__ __rdiv__", lambda form, a, b, alpha: quotient(form, b, a)),

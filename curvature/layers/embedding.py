@@ -87,8 +87,8 @@ class EmbeddingBagRule(Rule):
 def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> DenseGradients:
     """Each feature of a bag comes from the row that torch reports as the maximum."""
     weight, includes_last = args["weight"], bool(args.get("include_last_offset"))
-    found = chosen_rows(weight, args["input"], args.get("offsets"), includes_last, args.get("padding_idx"))
-    chosen, is_empty = (x[: len(b)] for x in found)
+    rows_and_empty = chosen_rows(weight, args["input"], args.get("offsets"), includes_last, args.get("padding_idx"))
+    chosen, is_empty = (x[: len(b)] for x in rows_and_empty)
     b = b.masked_fill(is_empty[:, None], 0)
     out = b.new_zeros(count, *weight.shape)
     feature = torch.arange(b.shape[1], device=b.device).expand_as(chosen)

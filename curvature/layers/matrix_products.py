@@ -103,7 +103,7 @@ class _ContractionRule(Rule):
         if slot in self.bias_of.values():
             return sum_over_broadcast(layout.front(b), call.args[slot].shape, layout)
         labels, out = self.labels(call)
-        data = [(call.args[name], own) for name, own in labels.items() if name != slot]
+        data = [(call.args[name], axes) for name, axes in labels.items() if name != slot]
         return outer_product((call.args[slot], labels[slot]), data, b, out, layout)
 
 

@@ -50,10 +50,10 @@ class _ScaleShift(Rule):
 
     def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """The gradients of the scale."""
-        own = self.normalize(call)
-        # in the memory of `own` where nothing has to know of it: early layers' inputs are large
-        is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
-        product = own.mul_(b) if is_plain else own * b
+        x = self.normalize(call)
+        # in the memory of `x` where nothing has to know of it: early layers' inputs are large
+        is_plain = x.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
+        product = x.mul_(b) if is_plain else x * b
         return sum_over_broadcast(layout.front(product), shape, layout, self.first_axis)
 
 

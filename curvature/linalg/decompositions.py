@@ -80,17 +80,17 @@ def count_recovery(what: str) -> None:
 def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:
     """The result, one tensor or several, and a flag (): whether it is finite; None and false if the library raises."""
     try:
-        found = decompose()
+        parts = decompose()
     except RuntimeError as error:
         known = isinstance(error, torch.linalg.LinAlgError | NotImplementedError)  # it may not exist for the device
         if not known and not any(library in str(error).lower() for library in LIBRARIES):
             raise
         return None, torch.zeros((), dtype=torch.bool, device="cpu")
-    tensors = [found] if isinstance(found, Tensor) else list(found)
+    tensors = [parts] if isinstance(parts, Tensor) else list(parts)
     # sums are quick; where those of finite entries overflow, the next attempt is looked at entry by entry
     total = reduce(torch.add, [x.sum() for x in tensors if x.is_floating_point()])
     codes = [x.sum() for x in tensors if not x.is_floating_point()]  # of libraries: zero says that all is well
-    return found, total - total == (reduce(torch.add, codes) if codes else 0)  # what is finite less itself is zero
+    return parts, total - total == (reduce(torch.add, codes) if codes else 0)  # what is finite less itself is zero
 
 
 def _first_good(
@@ -98,17 +98,17 @@ def _first_good(
 ) -> tuple[Tensor, Tensor]:
     """The ladder: the first result that is finite."""
     for k, attempt in enumerate(attempts):
-        found, ok = try_decompose(partial(decompose, attempt))
-        if found is not None and (bool(ok) or all(bool(x.isfinite().all()) for x in found)):
+        pair, ok = try_decompose(partial(decompose, attempt))
+        if pair is not None and (bool(ok) or all(bool(x.isfinite().all()) for x in pair)):
             if k:
                 count_recovery("retried")
-            return found[0].to(like), found[1].to(like)
+            return pair[0].to(like), pair[1].to(like)
     raise torch.linalg.LinAlgError(failure)
 
 
 def _first_or_nan(matrix: Tensor, decompose: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-    found, ok = try_decompose(decompose)
-    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
+    parts, ok = try_decompose(decompose)
+    return torch.full_like(matrix, math.nan) if parts is None else parts[0], ok
 
 
 def _with_jitter(matrix: Tensor) -> Iterator[Tensor]:
@@ -138,9 +138,9 @@ def symmetric_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     tried = [try_decompose(partial(_eigh, _symmetric(x))) for x in here]
     fine = look([ok for _, ok in tried])
     each = zip(tried, fine, here, strict=True)
-    pairs = [own if is_fine else _careful_eigh(_symmetric(x)) for (own, _), is_fine, x in each]
+    pairs = [pair if is_fine else _careful_eigh(_symmetric(x)) for (pair, _), is_fine, x in each]
     back = lambda x, matrix: to_device(x.to(matrix.dtype), matrix.device)
-    return [(back(own[0], m), back(own[1], m)) for own, m in zip(pairs, matrices, strict=True)]
+    return [(back(pair[0], m), back(pair[1], m)) for pair, m in zip(pairs, matrices, strict=True)]
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +167,8 @@ def _symmetric(matrix: Tensor) -> Tensor:
 @full_precision()
 def eigenvalues_of(matrix: Tensor) -> Tensor:
     """The eigenvalues alone, ascending: `symmetric_eigh` where the quicker way fails."""
-    found, ok = try_decompose(partial(torch.linalg.eigvalsh, matrix))
-    return found if bool(ok) else symmetric_eigh(matrix)[0]
+    values, ok = try_decompose(partial(torch.linalg.eigvalsh, matrix))
+    return values if bool(ok) else symmetric_eigh(matrix)[0]
 
 
 def _careful_eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,9 +238,9 @@ def careful_spd_inverse(matrix: Tensor) -> Tensor:
     """`try_spd_inverse` after a failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding."""
     count_recovery("retried")
     double = matrix.cpu().double()
-    found, ok = try_spd_inverse((double + double.mT) / 2)
+    inverse, ok = try_spd_inverse((double + double.mT) / 2)
     if bool(ok):
-        return found.to(matrix)
+        return inverse.to(matrix)
     values, vectors = psd_eigh(matrix)
     largest = values.amax(-1, keepdim=True)
     floor = eigenvalue_rounding(largest).clamp(min=torch.finfo(values.dtype).tiny)

@@ -33,8 +33,8 @@ def contradicts_differences(
     The product is that of a scalar function with a direction of each of its leaves.
     """
     product, slope, slopes, size = _product_and_slopes(function, leaves, directions)
-    (_, wide), (found, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
-    if (found - slope).abs() > ROUGHLY * slope.abs():
+    (_, wide), (change, narrow) = slopes(2 * STEP * size), slopes(STEP * size)
+    if (change - slope).abs() > ROUGHLY * slope.abs():
         return False
     off = (narrow - product).norm()
     if not (off > ROUGHLY * narrow.norm() and (wide - narrow).norm() < 0.1 * off):

@@ -49,31 +49,31 @@ def low_rank_inverses(
     projections = _projections(makes, starts)
     pairs = _eigenpairs([x.inner for x in projections])
     each = zip(projections, dampings, pairs, strict=True)
-    kept = [_kept(x, damping, values) for x, damping, (values, _) in each]
+    kept = [_choose_rank(x, damping, values) for x, damping, (values, _) in each]
     ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
-    found = [
+    inverses = [
         None if rank < 0 else (matmul(x.basis, turn[:, :rank]) * scale[:rank].to(turn), shift.to(turn))
         for x, (_, turn), (scale, shift, _), rank in zip(projections, pairs, kept, ranks, strict=True)
     ]
-    turned = [k for k, start in enumerate(starts) if found[k] is None and start is not None]  # the subspace, too far
+    turned = [k for k, start in enumerate(starts) if inverses[k] is None and start is not None]  # the subspace, too far
     rest = [makes[k] for k in turned], [dampings[k] for k in turned], [None] * len(turned)
-    for k, own in zip(turned, low_rank_inverses(*rest) if turned else (), strict=True):
-        found[k] = own
-    return found
+    for k, inverse in zip(turned, low_rank_inverses(*rest) if turned else (), strict=True):
+        inverses[k] = inverse
+    return inverses
 
 
 def _projections(makes: Sequence[Make], starts: Sequence[Tensor | None]) -> list[Projection]:
-    """`_projected` of each; the host asks once whether all bases are finite."""
-    tried = [_projected(make(), start, try_orthonormal) for make, start in zip(makes, starts, strict=True)]
+    """`_project` of each; the host asks once whether all bases are finite."""
+    tried = [_project(make(), start, try_orthonormal) for make, start in zip(makes, starts, strict=True)]
     fine = look([ok for _, ok in tried])
     careful = lambda x: (qr(x)[0], torch.ones((), dtype=torch.bool, device=x.device))
     return [
-        found if is_fine else _projected(make(), start, careful)[0]
-        for (found, _), is_fine, make, start in zip(tried, fine, makes, starts, strict=True)
+        projection if is_fine else _project(make(), start, careful)[0]
+        for (projection, _), is_fine, make, start in zip(tried, fine, makes, starts, strict=True)
     ]
 
 
-def _projected(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize) -> tuple[Projection, Tensor]:
+def _project(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize) -> tuple[Projection, Tensor]:
     """By a step of subspace iteration, or two without a start, and whether the bases are finite."""
     limit = len(matrix) // MAX_RANK_DIVISOR
     width = limit if start is None else min(limit, start.shape[1] * 9 // 8 + EXTRA_DIRECTIONS)
@@ -91,27 +91,27 @@ def _projected(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize
 def _eigenpairs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues, descending, and eigenvectors of each. Those of about one size are decomposed together."""
     sizes = [-(-len(x) // WIDTH_STEP) * WIDTH_STEP for x in matrices]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
     # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
     padded = {
-        size: torch.stack([_padded(x, size) for x, own in zip(matrices, sizes, strict=True) if own == size])
+        size: torch.stack([_pad(x, size) for x, width in zip(matrices, sizes, strict=True) if width == size])
         for size in dict.fromkeys(sizes)
     }
     for size, (values, turns) in zip(padded, psd_eighs(list(padded.values())), strict=True):
-        alike = [k for k, own in enumerate(sizes) if own == size]
-        for k, own, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
+        alike = [k for k, width in enumerate(sizes) if width == size]
+        for k, eigenvalues, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
             width = len(matrices[k])
-            found[k] = own[:width], turn[:width, :width]
-    return [found[k] for k in range(len(matrices))]
+            pairs[k] = eigenvalues[:width], turn[:width, :width]
+    return [pairs[k] for k in range(len(matrices))]
 
 
-def _padded(x: Tensor, size: int) -> Tensor:
+def _pad(x: Tensor, size: int) -> Tensor:
     whole = torch.diag_embed(x.new_full((size,), -1.0))
     whole[: len(x), : len(x)] = x
     return whole
 
 
-def _kept(projection: Projection, damping: float, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _choose_rank(projection: Projection, damping: float, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Lengths of the columns of V, c, and the fewest columns whose remainder is flat enough; -1 if none suffice."""
     exact = widen(values)
     before = lambda x: torch.cat([x.new_zeros(1), x.cumsum(0)])  # sums over the first 0, 1, ...

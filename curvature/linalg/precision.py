@@ -138,5 +138,5 @@ def noise_floor(tensors: Iterable[Tensor | None]) -> Tensor:
     """Norm () below which a tensor is rounding noise, given all of its kind: a gradient may cancel to zero."""
     # in half precision less than a hundred roundings: nearly everything would be noise, and no check would fail
     share = lambda eps: min(100 * eps, eps**0.5 / 4)
-    found = [widen(share(torch.finfo(t.dtype).eps) * t.norm()) for t in tensors if t is not None]
-    return stack(found).amax() if found else torch.zeros((), device="cpu")
+    floors = [widen(share(torch.finfo(t.dtype).eps) * t.norm()) for t in tensors if t is not None]
+    return stack(floors).amax() if floors else torch.zeros((), device="cpu")

@@ -232,8 +232,8 @@ class Operator(ABC):
             columns = torch.from_numpy(array.reshape(self.space.size, -1).copy())
             if columns.is_complex():
                 raise TypeError("the matrix is real: apply it to the real and imaginary parts separately")
-            found = self._matmat(columns.to(self.space.device, self.space.dtype))
-            return found.detach().cpu().numpy().reshape(array.shape)
+            image = self._matmat(columns.to(self.space.device, self.space.dtype))
+            return image.detach().cpu().numpy().reshape(array.shape)
 
         name = str(self.space.dtype).removeprefix("torch.")
         products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)

@@ -127,18 +127,18 @@ def xdiag(op: Curvature, k: int, generator: torch.Generator | None = None) -> Es
     z = op.space.signs(k // 2, generator)
     image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     inside = basis.mT @ image
-    own = (leaves * inside).sum(0)
+    inside_leaves = (leaves * inside).sum(0)
     left, right = basis @ leaves, image_of_basis @ leaves
     full = (basis * image_of_basis).sum(1)
-    samples = full[:, None] - left * right + z * (image - basis @ (inside - leaves * own))
+    samples = full[:, None] - left * right + z * (image - basis @ (inside - leaves * inside_leaves))
     # as in `xtrace`, of each vector and the next few
-    total, count, last = torch.zeros_like(full), len(own), min(PARTNERS, len(own) // 2)
+    total, count, last = torch.zeros_like(full), len(inside_leaves), min(PARTNERS, len(inside_leaves) // 2)
     for k in range(1, last + 1):
         turned = lambda of, k=k: of.roll(-k, -1)
         cosines = (leaves * turned(leaves)).sum(0)
         known, sines = _sines(cosines)
-        along = (turned(leaves) * inside).sum(0) - cosines * own
-        back = (leaves * turned(inside)).sum(0) - cosines * turned(own)
+        along = (turned(leaves) * inside).sum(0) - cosines * inside_leaves
+        back = (leaves * turned(inside)).sum(0) - cosines * turned(inside_leaves)
         change = (turned(left) - cosines * left) * (turned(right) - cosines * right - z * along)
         change_back = (left - cosines * turned(left)) * (right - cosines * turned(right) - turned(z) * back)
         total += (change * change_back) @ (known / sines**4)

@@ -63,7 +63,7 @@ class SampleSpace(Operator):
         """``sqrt(scale) R V`` (M, c) for columns (P, c)."""
         return self._by_column(lambda v: self.rows.times(self.space.split(v)), V)
 
-    def _transposed(self, Z: Tensor) -> Tensor:
+    def _transpose_times(self, Z: Tensor) -> Tensor:
         """``sqrt(scale) R^T Z`` (P, c) for columns (M, c)."""
         return self._by_column(lambda z: self.space.flatten(self.rows.transposed(z)), Z)
 
@@ -75,7 +75,7 @@ class SampleSpace(Operator):
 
     @linalg.full_precision()
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._transposed(self._times(V))
+        return self._transpose_times(self._times(V))
 
     @linalg.full_precision()
     def to_dense(self) -> Tensor:
@@ -111,7 +111,7 @@ class SampleSpace(Operator):
     @linalg.full_precision()
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         inner = torch.cholesky_solve(self._times(V), self._cholesky(damping))
-        return (V - self._transposed(inner)) / damping
+        return (V - self._transpose_times(inner)) / damping
 
     def inverse(self, damping: float = 0.0) -> Operator:
         self._cholesky(float(damping))
@@ -127,7 +127,7 @@ class SampleSpace(Operator):
         values, vectors = self._spectrum
         root, roots = math.sqrt(damping), (values + damping).sqrt()
         change = 1 / (root * roots * (root + roots))  # (1 / root - 1 / roots) / values
-        return Z / root - self._transposed(vectors @ (change[:, None] * (vectors.mT @ self._times(Z))))
+        return Z / root - self._transpose_times(vectors @ (change[:, None] * (vectors.mT @ self._times(Z))))
 
     def scaled(self, factor: float) -> Operator:
         if not factor > 0:

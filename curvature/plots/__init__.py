@@ -4,9 +4,7 @@ In: matrices, or an optimizer's history. Out: axes. Every function draws into th
 figure, and returns the axes. None shows or saves a figure or changes matplotlib's settings.
 """
 
-from curvature.plots.heatmaps import comparison, factors, matrix
-from curvature.plots.spectra import spectra, spectral_density
-from curvature.plots.style import colours
-from curvature.plots.training import training
+from curvature.plots.curves import spectra, training
+from curvature.plots.heatmaps import factors, matrix
 
-__all__ = ["colours", "comparison", "factors", "matrix", "spectra", "spectral_density", "training"]
+__all__ = ["factors", "matrix", "spectra", "training"]

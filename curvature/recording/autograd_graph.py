@@ -87,15 +87,15 @@ def require_exact_derivatives(result: GradientEdge) -> None:
 
 def graph_dtypes(results: Iterable[Tensor]) -> set[torch.dtype]:
     """The precisions of what the functions in the graphs of results have computed."""
-    return {x.dtype for x in _computed(results) if x.dtype.is_floating_point}
+    return {x.dtype for x in _metadata_of(results) if x.dtype.is_floating_point}
 
 
 def graph_bytes(results: Iterable[Tensor]) -> int:
     """What all functions in the graphs of results have computed: more than what the graphs hold."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in _computed(results))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in _metadata_of(results))
 
 
-def _computed(results: Iterable[Tensor]) -> list[Any]:
+def _metadata_of(results: Iterable[Tensor]) -> list[Any]:
     nodes = graph_nodes(*(result.grad_fn for result in results))
     return [x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata]
 

@@ -65,29 +65,29 @@ def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[
     chosen = list(chosen)
     if not chosen:
         raise ValueError("parameters: there is no name")
-    found: set[int] = set()
+    chosen_ids: set[int] = set()
     for key in chosen:
         if not isinstance(key, str):
             raise TypeError(
                 f"parameters: expected names of parameters or modules, found one of type {type(key).__name__}"
             )
-        found |= {id(trained[key])} if key in trained else _below(model, key)
-    return {name: p for name, p in trained.items() if id(p) in found}
+        chosen_ids |= {id(trained[key])} if key in trained else _below(model, key)
+    return {name: p for name, p in trained.items() if id(p) in chosen_ids}
 
 
 def _below(model: nn.Module, key: str) -> set[int]:
     """The parameters of this name, or below the module of this name, that require a gradient, by `id`."""
     named = list(model.named_parameters(remove_duplicate=False))
-    own = [p for name, p in named if is_within(name, key)]
-    found = {id(p) for p in own if p.requires_grad}
-    if own and not found:
+    inside = [p for name, p in named if is_within(name, key)]
+    ids = {id(p) for p in inside if p.requires_grad}
+    if inside and not ids:
         raise ValueError(f"parameters: nothing of {key!r} requires a gradient")
-    if not found:
+    if not ids:
         paths = [name.split(".") for name, p in named if p.requires_grad]
         known = dict.fromkeys(".".join(path[:k]) for path in paths for k in range(1, len(path) + 1))
         near = difflib.get_close_matches(str(key), known, n=5, cutoff=0.4) or list(known)[:5]
         raise ValueError(f"parameters: no parameter or module is called {key!r}; near are {', '.join(near)}")
-    return found
+    return ids
 
 
 def is_within(name: str, key: str) -> bool:
@@ -122,13 +122,13 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
 
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
     """`torch.func.functional_call`, which leaves its tensors in a module that the model holds under two names."""
-    owners: list[dict[str, Any]] = [own for m in model.modules() for own in (m._parameters, m._buffers)]
-    held = [dict(own) for own in owners]
+    owners: list[dict[str, Any]] = [entries for m in model.modules() for entries in (m._parameters, m._buffers)]
+    held = [dict(entries) for entries in owners]
     try:
         return functional_call(model, dict(tensors), args, kwargs)
     finally:
-        for own, before in zip(owners, held, strict=True):
-            own.update(before)
+        for entries, before in zip(owners, held, strict=True):
+            entries.update(before)
 
 
 def as_arguments(model: Callable[..., Any], x: Mapping[str, Any]) -> Any:
@@ -168,8 +168,8 @@ class RandomState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         held = (kept.values() for m in modules for kept in (m._parameters, m._buffers) if kept)
-        found = {t.device for tensors in held for t in tensors if t is not None}
-        self.devices = sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+        devices = {t.device for tensors in held for t in tensors if t is not None}
+        self.devices = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
         self.states = self.now()
 
     def now(self) -> list[Tensor]:
@@ -246,25 +246,25 @@ class ModelState:
         """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved, as
         far as torch has noted (kernels of norms go unseen)."""
         return self.random.differs() or any(
-            own.module._buffers.get(own.name) is not own.buffer or _version(own.buffer) != own.version
-            for own in self.buffers
+            saved.module._buffers.get(saved.name) is not saved.buffer or _version(saved.buffer) != saved.version
+            for saved in self.buffers
         )
 
     def unchanged(self) -> list[Tensor] | None:
         """Flags (), all true if no random number was drawn and no buffer changed since; None if one surely has."""
         if self.is_of_one_pass():
             return None
-        both = [(own.buffer, own.value) for own in self.buffers]
+        both = [(saved.buffer, saved.value) for saved in self.buffers]
         return [(buffer == value).all() for buffer, value in both if buffer is not None and value is not None]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """A pass from this state, on copies of the buffers, which an earlier graph may hold; what is now comes back."""
-        now = [(own.module._buffers, own.name, own.module._buffers.get(own.name)) for own in self.buffers]
+        now = [(saved.module._buffers, saved.name, saved.module._buffers.get(saved.name)) for saved in self.buffers]
         numbers = self.random.now()
         try:
-            for own in self.buffers:
-                own.module._buffers[own.name] = None if own.value is None else own.value.clone()
+            for saved in self.buffers:
+                saved.module._buffers[saved.name] = None if saved.value is None else saved.value.clone()
             self.random.restore()
             yield
         finally:
@@ -275,8 +275,8 @@ class ModelState:
     @torch.no_grad()
     def restore(self, numbers: bool = True) -> None:
         """Come back to it, to the random state only if `numbers`."""
-        for own in self.buffers:
-            own.restore()
+        for saved in self.buffers:
+            saved.restore()
         if numbers:
             self.random.restore()
 
@@ -351,7 +351,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
             with torch.enable_grad(), force_eager(nonreentrant=True):
                 yield state
         except RuntimeError as error:
-            kept = _kept_graphs(model) if GRAPH_IS_FREED in str(error) else []
+            kept = _find_graphs(model) if GRAPH_IS_FREED in str(error) else []
             if not kept:
                 raise
             raise RuntimeError(
@@ -363,20 +363,20 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
             for p, required in changed:
                 p.requires_grad_(not required)
             state.restore()
-            for own, before in attributes:
+            for present, before in attributes:
                 # names of frameworks begin with _
-                for name in [k for k, value in own.items() if value is not before.get(k, own) and k[0] != "_"]:
-                    if name not in before and _holds_tensors(own[name]):
-                        del own[name]
-                    elif name in before and _holds_tensors((own[name], before[name])):
-                        own[name] = before[name]
+                for name in [k for k, value in present.items() if value is not before.get(k, present) and k[0] != "_"]:
+                    if name not in before and _holds_tensors(present[name]):
+                        del present[name]
+                    elif name in before and _holds_tensors((present[name], before[name])):
+                        present[name] = before[name]
 
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _kept_graphs(model: nn.Module) -> list[str]:
+def _find_graphs(model: nn.Module) -> list[str]:
     """Attributes of modules, and entries of their dicts and lists, that hold tensors with a graph."""
     named = [(f"{path}.{k}".lstrip("."), v) for path, module in model.named_modules() for k, v in vars(module).items()]
     has_graph = lambda leaf: isinstance(leaf, Tensor) and leaf.grad_fn is not None

@@ -190,10 +190,10 @@ class Tape:
         """
         places: Any = [*(use.edge for use in self.uses if use.edge is not None), *also]
         options: Any = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
-        found = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]
-        rows = [(use, None if use.edge is None else next(found)) for use in self.uses]
+        backprops = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]
+        rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]
         lead = vectors[0].shape[:1] if batched else ()
-        return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *found]
+        return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *backprops]
 
 
 def add_use(
@@ -274,8 +274,8 @@ class _Stream:
         """One backward pass to these uses."""
         edges: Any = [use.edge for use in uses]
         options: Any = {"retain_graph": True, "allow_unused": True}
-        found = torch.autograd.grad(outputs, edges, vectors, **options) if edges else ()
-        for use, g in zip(uses, found, strict=True):
+        backprops = torch.autograd.grad(outputs, edges, vectors, **options) if edges else ()
+        for use, g in zip(uses, backprops, strict=True):
             self.keep(use, g)
 
     def keep(self, use: Use, gradient: Tensor | None) -> None:
@@ -322,19 +322,19 @@ def is_sharded(x: Any) -> bool:
 
 def tensors_in(*trees: Any, numbers: list[Any] | None = None) -> list[Tensor]:
     """The tensors in arguments or results, through sequences and mappings; appends what else is there to `numbers`."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for tree in trees:
         if isinstance(tree, Tensor):
-            found.append(tree)
+            tensors.append(tree)
         elif type(tree) in LEAVES:
             if numbers is not None:
                 numbers.append(None if type(tree) is float and tree not in ENDS else tree)
         elif isinstance(tree, list | tuple):
-            found += tensors_in(*tree, numbers=numbers)
+            tensors += tensors_in(*tree, numbers=numbers)
         elif isinstance(tree, Mapping):
-            found += tensors_in(*tree.values(), numbers=numbers)
+            tensors += tensors_in(*tree.values(), numbers=numbers)
         elif isinstance(tree, slice):
-            found += tensors_in(tree.start, tree.stop, tree.step, numbers=numbers)
+            tensors += tensors_in(tree.start, tree.stop, tree.step, numbers=numbers)
         elif numbers is not None and hasattr(tree, "tobytes"):  # of NumPy
             numbers.append(tree.tobytes())
-    return found
+    return tensors

@@ -72,8 +72,8 @@ class AffineLayout:
         if self.sizes is not None and self.order is not None:
             weight = weight.reshape(*batch, *self.sizes)
             weight = weight.permute(*range(len(batch)), *(len(batch) + k for k in self.order))
-        found = [weight.reshape(*batch, *self.shapes[0])]
-        return found if len(self.shapes) == 1 else [*found, matrix[..., -1].reshape(*batch, *self.shapes[1])]
+        weights = [weight.reshape(*batch, *self.shapes[0])]
+        return weights if len(self.shapes) == 1 else [*weights, matrix[..., -1].reshape(*batch, *self.shapes[1])]
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class OuterProduct:
         return self.assemble((b.permute(1, 2, 0) @ self.a.flatten(0, 1).transpose(0, 1))[None])[0]
 
     def gradients(self) -> Tensor:
-        own = self if self.order is None else self.untransposed
-        a, b = own.a, own.b
+        term = self if self.order is None else self.untransposed
+        a, b = term.a, term.b
         if a.shape[1] == 1:
-            return own.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
-        return own.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
+            return term.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
+        return term.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
@@ -301,8 +301,8 @@ class DenseGradients:
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """``left g[n] right^T`` (N, k, l) of the gradients as matrices (shape[0], all other axes)."""
         left, right = left.to(self.values.dtype), right.to(self.values.dtype)
-        found = left @ (self._matrices() @ right.mT).movedim(1, 0).flatten(1)
-        return found.view(len(left), len(self), len(right)).movedim(1, 0)
+        products = left @ (self._matrices() @ right.mT).movedim(1, 0).flatten(1)
+        return products.view(len(left), len(self), len(right)).movedim(1, 0)
 
     def _matrices(self) -> Tensor:
         height, *rest = self.shape or (1,)

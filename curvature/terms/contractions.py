@@ -55,13 +55,13 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
     whole = RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)
     if RowSlice not in map(type, terms):
         return [whole]
-    found: dict[tuple[int, int], list[Term]] = {}
+    terms_of_rows: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
         rows = term.rows if isinstance(term, RowSlice) else (whole.start, whole.stop)
-        found.setdefault(rows, []).append(term.term if isinstance(term, RowSlice) else term)
-    ordered = sorted(found)
+        terms_of_rows.setdefault(rows, []).append(term.term if isinstance(term, RowSlice) else term)
+    ordered = sorted(terms_of_rows)
     apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
-    return [RowRange(*rows, found[rows]) for rows in ordered] if apart else [whole]
+    return [RowRange(*rows, terms_of_rows[rows]) for rows in ordered] if apart else [whole]
 
 
 def name_of_rows(name: str, start: int, stop: int) -> str:
@@ -136,11 +136,11 @@ def tentative_gram(terms: Sequence[Term]) -> list[Tentative]:
 def settled(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
     """The right values for each parameter; the host waits for the device once, not for each of them."""
     parameters = list(parameters)
-    doubtful = [(x, x.cancelled.any()) for own in parameters for x in own if x.cancelled is not None]
+    doubtful = [(x, x.cancelled.any()) for tentative in parameters for x in tentative if x.cancelled is not None]
     flags = [flag.to(doubtful[0][1].device) for _, flag in doubtful]
     for x, _ in compress(doubtful, torch.stack(flags).tolist() if flags else ()):
         x.settle()
-    return [sum_in_place(x.values for x in own) for own in parameters]
+    return [sum_in_place(x.values for x in tentative) for tentative in parameters]
 
 
 def _tentative_norms(terms: list[Term]) -> Tentative:
@@ -158,7 +158,7 @@ def _tentative_gram(terms: list[Term]) -> Tentative:
     if not gram_cheaper_by_pairs(terms, samples=len(terms[0])):
         flat = _rows(gradients(terms))
         return Tentative(flat @ flat.T)
-    values = summed_pairs(terms, terms)
+    values = sum_pairs(terms, terms)
 
     def correct(some: Tensor) -> None:
         values[some] = _by_gradients(terms, some, terms)
@@ -192,12 +192,12 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
         gram_cheaper_by_pairs(terms, samples=max(len(left[0]), len(right[0])))
         for terms in (left, right, [*left, *right])
     ):
-        found = summed_pairs(left, right)
-        for products, terms, others in ((found, left, right), (found.T, right, left)):
+        gram = sum_pairs(left, right)
+        for products, terms, others in ((gram, left, right), (gram.T, right, left)):
             _, cancelled = norms_by_pairs(terms)
             if cancelled is not None and len(some := cancelled.nonzero()[:, 0]):
                 products[some] = _by_gradients(terms, some, others)
-        return found
+        return gram
     return _rows(gradients(left)) @ _rows(gradients(right)).mT
 
 
@@ -229,7 +229,7 @@ def _project_sides(terms: Sequence[Term], left: Tensor, right: Tensor) -> Tensor
     if with_rows is not None:
         return sum_in_place(term.projected(left, right) for term in with_rows)
     shape = (left.shape[1], right.shape[1])
-    built = (DenseGradients(g.reshape(-1, *shape)) for _, g in _built(terms))
+    built = (DenseGradients(g.reshape(-1, *shape)) for _, g in _build_gradients(terms))
     return torch.cat([term.projected(left, right) for term in built])
 
 
@@ -239,7 +239,7 @@ def pieces(terms: Sequence[Term]) -> Iterator[Piece]:
         count, rest = len(part.terms[0]), math.prod(part.terms[0].shape[1:])
         with_rows = _with_rows(part.terms)
         if with_rows is None:
-            for samples, g in _built(part.terms):
+            for samples, g in _build_gradients(part.terms):
                 yield Piece(samples, part.start * rest, g.flatten(1))
             continue
         for rows in chunks(part.stop - part.start, PIECE_ENTRIES, count * rest):
@@ -250,35 +250,35 @@ def pieces(terms: Sequence[Term]) -> Iterator[Piece]:
 
 def _with_rows(terms: Sequence[Term]) -> list[WithRows] | None:
     """The terms in as few as possible, if each of them can be had by rows."""
-    found: list[WithRows] = []
+    with_rows: list[WithRows] = []
     for direct in direct_forms(terms):
         term = promote(direct, torch.float32)
         if not isinstance(term, WithRows) or not term.has_rows:
             return None
-        found.append(term)
-    return found
+        with_rows.append(term)
+    return with_rows
 
 
-def _built(terms: Sequence[Term]) -> Iterator[tuple[slice, Tensor]]:
+def _build_gradients(terms: Sequence[Term]) -> Iterator[tuple[slice, Tensor]]:
     for part, g in gradient_chunks(terms, PIECE_ENTRIES):
         yield part, g.to(torch.promote_types(g.dtype, torch.float32))
 
 
 def stack_terms(parts: Sequence[Sequence[Any]]) -> list[Term] | None:
     """Concatenate the samples of all parts; None if their terms differ in form."""
-    found: list[Term] = []
+    stacked: list[Term] = []
     if len({len(terms) for terms in parts}) > 1:
         return None
     for column in zip(*parts, strict=True):
         kinds = set(map(type, column))
         if kinds == {OuterProduct} and len({(term.form, term.b.shape[1:]) for term in column}) == 1:
             a, b = torch.cat([term.a for term in column]), torch.cat([term.b for term in column])
-            found.append(replace(column[0], a=a, b=b))
+            stacked.append(replace(column[0], a=a, b=b))
         elif kinds == {DenseGradients}:
-            found.append(DenseGradients(torch.cat([term.values for term in column])))
+            stacked.append(DenseGradients(torch.cat([term.values for term in column])))
         else:
             return None
-    return found
+    return stacked
 
 
 def direct_forms(terms: Sequence[Term]) -> list[Term]:
@@ -350,22 +350,22 @@ def norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
     if len(terms) > 1:
         terms = merge_terms([unfold(t) for t in terms])
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
-        found = (torch.linalg.vector_norm(terms[0].a, dim=3) * torch.linalg.vector_norm(terms[0].b, dim=3)).square()
-        return found[:, 0, 0] if found.shape[1:].numel() == 1 else found.sum((1, 2)), None
-    found, added = _pair_norms(terms[0], terms[0])
+        squares = (torch.linalg.vector_norm(terms[0].a, dim=3) * torch.linalg.vector_norm(terms[0].b, dim=3)).square()
+        return squares[:, 0, 0] if squares.shape[1:].numel() == 1 else squares.sum((1, 2)), None
+    squares, added = _pair_norms(terms[0], terms[0])
     for times, u, v in [(1 if u is v else 2, u, v) for k, u in enumerate(terms) for v in terms[k:]][1:]:
         products, bounds = _pair_norms(u, v)
-        found, added = found + times * products, added + times * bounds
-    share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
-    return found.clamp(min=0), found < share * added
+        squares, added = squares + times * products, added + times * bounds
+    share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(squares.dtype).eps ** 0.5)
+    return squares.clamp(min=0), squares < share * added
 
 
 def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     """Sums (N,) of the inner products of a sample's places, and bounds of the sums of their absolute values."""
     parts = chunks(len(u), CHUNK_ELEMENTS, _form(u)[0] * u.places * v.places)
     if len(parts) > 1:
-        found, added = zip(*(_pair_norms(u.samples(part), v.samples(part)) for part in parts), strict=True)
-        return torch.cat(found), torch.cat(added)
+        squares, added = zip(*(_pair_norms(u.samples(part), v.samples(part)) for part in parts), strict=True)
+        return torch.cat(squares), torch.cat(added)
     left, right = (x.flatten(1) for x in (u.grams() if isinstance(u, Convolution) else _grams(u, v)))
     norms = [torch.linalg.vector_norm(x, dim=1) for x in (left, right)]
     return torch.linalg.vecdot(left, right), norms[0] * norms[1]
@@ -390,7 +390,7 @@ def _grams(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     return left[..., None, :, :], right[..., None, :, :]
 
 
-def _mapped(term: Term, change: Callable[[Tensor], Tensor]) -> Term:
+def _map_tensors(term: Term, change: Callable[[Tensor], Tensor]) -> Term:
     """The term with other tensors of activations and backprops."""
     if isinstance(term, OuterProduct):
         return replace(term, a=change(term.a), b=change(term.b))
@@ -398,7 +398,7 @@ def _mapped(term: Term, change: Callable[[Tensor], Tensor]) -> Term:
     return replace(term, index=change(term.index), values=change(term.values), valid=None)
 
 
-def summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+def sum_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) of the gradients of two sets of samples."""
     left, right = (merge_terms([unfold(t) for t in terms]) for terms in (left, right))
     return sum_in_place(_pair_gram(u, v) for u in left for v in right)
@@ -406,10 +406,10 @@ def summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def _pair_gram(u: Term, v: Term) -> Tensor:
     # one place at a time: summing over the last axis is slow
-    single = [_mapped(v, lambda x, place=k: x[:, place]) for k in range(v.places)]  # type: ignore[misc]
+    single = [_map_tensors(v, lambda x, place=k: x[:, place]) for k in range(v.places)]  # type: ignore[misc]
     rows = []
     for part in chunks(len(u), CACHED_CHUNK_ELEMENTS, u.places * len(v)):
-        flat = _mapped(u.samples(part), lambda x: x.flatten(0, 1))
+        flat = _map_tensors(u.samples(part), lambda x: x.flatten(0, 1))
         of_places = (torch.mul(*_grams(flat, other)).sum(-3) for other in single)  # (n * t, m), over groups
         rows.append(sum_in_place(x.unflatten(0, (part.stop - part.start, -1)).sum(1) for x in of_places))
     return torch.cat(rows)

@@ -41,7 +41,7 @@ class Convolution:
         """The padded input, made at each use: that of all layers at once would be as large as their activations."""
         return F.pad(self.source, self.padding) if any(self.padding) else self.source
 
-    def _padded(self) -> tuple[Tensor, Sequence[int]]:
+    def _pad_input(self) -> tuple[Tensor, Sequence[int]]:
         """The input, and by how much torch's own convolution is to pad it; already padded where the ends differ."""
         before, after, zeros = self.padding[-2::-2], self.padding[::-2], [0] * len(self.stride)
         return (self.source, before or zeros) if before == after else (self.x, zeros)
@@ -75,10 +75,10 @@ class Convolution:
 
     def _outputs(self, weight: Tensor) -> Tensor:
         """What the layer would give with another weight, (N * m, outputs, *out)."""
-        (x, padding), zeros = self._padded(), [0] * len(self.stride)
+        (x, padding), zeros = self._pad_input(), [0] * len(self.stride)
         weight, x = weight.to(x.dtype), x.flatten(0, 1)
-        found = torch.convolution(x, weight, None, self.stride, padding, self.dilation, False, zeros, self.groups)
-        return _cropped(found, self.b.shape[3:])  # the stride may leave some of the input
+        outputs = torch.convolution(x, weight, None, self.stride, padding, self.dilation, False, zeros, self.groups)
+        return _crop(outputs, self.b.shape[3:])  # the stride may leave some of the input
 
     def place_products(self, vector: Tensor) -> Tensor:
         return self.unfold().place_products(vector)
@@ -95,15 +95,15 @@ class Convolution:
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """``left g[n] right^T`` (N, k, l) of the gradients as matrices, without groups: nothing is unfolded."""
         inputs = self._outputs(right.view(len(right), *self.shape[1:]))
-        found = (left.to(self.b.dtype) @ self.b.flatten(0, 1).flatten(2)) @ inputs.flatten(2).mT
-        return found.unflatten(0, self.b.shape[:2]).sum(1)
+        products = (left.to(self.b.dtype) @ self.b.flatten(0, 1).flatten(2)) @ inputs.flatten(2).mT
+        return products.unflatten(0, self.b.shape[:2]).sum(1)
 
     def gradients(self) -> Tensor:
         """Products of the input's patches where these are no larger, some samples at a time; else one convolution."""
         if self.outputs == self.shape[1] == 1 and _has_onednn(self.b):
-            return self._correlated()
+            return self._correlate()
         if self.places > self.outputs:
-            return self._convolved()
+            return self._convolve()
         n, patches = len(self.b), self.places * math.prod(self.shape[1:]) * self.groups
         blocks = self.b.new_empty(n, self.groups, self.outputs, math.prod(self.shape[1:]))
         step = max(1, CACHED_ELEMENTS // max(1, patches))
@@ -118,25 +118,25 @@ class Convolution:
         b = self.b.movedim(1, 2).reshape(len(patches), -1, self.places)
         torch.bmm(b, patches.mT, out=out.flatten(0, 1))
 
-    def _correlated(self) -> Tensor:
+    def _correlate(self) -> Tensor:
         """Of a depthwise convolution: by another one, for which oneDNN is fast. Stride and dilation exchange roles."""
         n, copies = self.b.shape[:2]
-        (x, padding), zeros = self._padded(), [0] * len(self.stride)
+        (x, padding), zeros = self._pad_input(), [0] * len(self.stride)
         x, kernels = x.flatten(0, 2)[None], self.b.flatten(0, 2)[:, None]
-        found = torch.convolution(x, kernels, None, self.dilation, padding, self.stride, False, zeros, len(kernels))
-        return _cropped(found, self.shape[2:]).reshape(n, copies, *self.shape).sum(1)  # as in `_outputs`
+        gradients = torch.convolution(x, kernels, None, self.dilation, padding, self.stride, False, zeros, len(kernels))
+        return _crop(gradients, self.shape[2:]).reshape(n, copies, *self.shape).sum(1)  # as in `_outputs`
 
-    def _convolved(self) -> Tensor:
+    def _convolve(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
         n, dims = len(self.b), len(self.stride)
-        whole, padding = self._padded()
+        whole, padding = self._pad_input()
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (whole, self.b))
         weight = b.new_empty(n * self.shape[0], *self.shape[1:])
-        _, found, _ = torch.ops.aten.convolution_backward(
+        _, gradients, _ = torch.ops.aten.convolution_backward(
             b, x, weight, None, self.stride, padding, self.dilation, False, [0] * dims, n * self.groups,
             [False, True, False],
         )  # fmt: skip
-        return found.reshape(n, *self.shape)
+        return gradients.reshape(n, *self.shape)
 
     def samples(self, part: Samples) -> Convolution:
         return replace(self, source=self.source[part], b=self.b[part])
@@ -151,8 +151,8 @@ class Convolution:
     def backprop_moment(self, other: Convolution, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """``sum_n weights[n] sum_t b b'^T`` (g, o, o), b' that of `other`. Adds up samples last: nothing is moved."""
         b, c = (t.b.to(dtype).flatten(3).unflatten(2, (self.groups, self.outputs)) for t in (self, other))
-        found = (b @ c.mT).sum(1)
-        return found.sum(0) if weights is None else torch.tensordot(weights.to(dtype), found, 1)
+        moments = (b @ c.mT).sum(1)
+        return moments.sum(0) if weights is None else torch.tensordot(weights.to(dtype), moments, 1)
 
     def _input_patches(self) -> Tensor:
         patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
@@ -180,17 +180,17 @@ class Convolution:
         """Sums over the kernel's entries of inner products of pixels, along one axis after the other."""
         x, axes = self.x, len(self.stride)
         size = (x.shape[1], *x.shape[3:])
-        found = _pixel_gram(x, self.groups).unflatten(3, size).unflatten(2, size)
+        gram = _pixel_gram(x, self.groups).unflatten(3, size).unflatten(2, size)
         for axis in range(axes):
             entries, step, pixels = self.shape[2 + axis], self.stride[axis], self.b.shape[3 + axis]
             starts = (k * self.dilation[axis] for k in range(entries))
             steps = (slice(start, start + step * (pixels - 1) + 1, step) for start in starts)
             last = [slice(None)] * (axes - axis - 1)
-            first, *others = (found[(..., one, *last, *[slice(None)] * (axis + 1), one, *last)] for one in steps)
-            found = first.clone() if others else first
+            first, *others = (gram[(..., one, *last, *[slice(None)] * (axis + 1), one, *last)] for one in steps)
+            gram = first.clone() if others else first
             for other in others:
-                found += other
-        return found.reshape(len(x), self.groups, self.places, self.places)
+                gram += other
+        return gram.reshape(len(x), self.groups, self.places, self.places)
 
     def unfold(self) -> OuterProduct:
         """The `OuterProduct` of the input's patches."""
@@ -270,13 +270,13 @@ class TransposedConvolution(WithDirectForm):
 
 def _phases(kernel: int, stride: int, dilation: int, padding: int, out: int) -> list[Phase]:
     """The phases of one axis, where pixel y sees ``(y + padding - dilation * k) / stride``; none without taps."""
-    found = []
+    phases = []
     for y in range(min(stride, out)):
         taps = [k for k in range(kernel) if (y + padding - dilation * k) % stride == 0]
         if taps:
             step = dilation * (taps[1] - taps[0]) // stride if len(taps) > 1 else 1
-            found.append(Phase(taps, (y + padding - dilation * taps[0]) // stride, step, len(range(y, out, stride))))
-    return found
+            phases.append(Phase(taps, (y + padding - dilation * taps[0]) // stride, step, len(range(y, out, stride))))
+    return phases
 
 
 def _window(x: Tensor, phases: Sequence[Phase]) -> Tensor:
@@ -301,7 +301,7 @@ def _patches(
     )
 
 
-def _cropped(x: Tensor, size: Sequence[int]) -> Tensor:
+def _crop(x: Tensor, size: Sequence[int]) -> Tensor:
     inside: list[Any] = [slice(pixels) for pixels in size]
     return x[(..., *inside)]
 

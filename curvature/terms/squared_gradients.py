@@ -86,20 +86,20 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     assert isinstance(first, IndexedRows)
     rows = first.shape[0]
     samples = torch.arange(len(first.index), device=first.index.device)
-    found, which = _numbered((samples[:, None] * rows + first.index).flatten())  # a sample and its row
+    numbers, which = _number_keys((samples[:, None] * rows + first.index).flatten())  # a sample and its row
 
     def sums(term: Term) -> Tensor:
         assert isinstance(term, IndexedRows)
         wide = torch.promote_types(term.values.dtype, torch.float32)
-        new = term.values.new_zeros(len(found), term.values.shape[-1], dtype=wide)
+        new = term.values.new_zeros(len(numbers), term.values.shape[-1], dtype=wide)
         return new.index_add_(0, which, term.values.flatten(0, 1).to(wide))
 
     products = _products((x := sums(u), x if w is u else sums(w)) for (u,), (w,) in zip(left, right, strict=True))
-    products *= weights.to(products.dtype)[found // rows, None]
-    return products.new_zeros(first.shape).index_add_(0, found % rows, products)
+    products *= weights.to(products.dtype)[numbers // rows, None]
+    return products.new_zeros(first.shape).index_add_(0, numbers % rows, products)
 
 
-def _numbered(keys: Tensor) -> tuple[Tensor, Tensor]:
+def _number_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Different keys with zeros after them, and the number of each key among them; unlike `torch.unique`, no wait."""
     ordered, order = keys.sort()
     numbers = torch.cat([keys.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])[: len(keys)]

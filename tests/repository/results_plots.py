@@ -24,7 +24,7 @@ def cases() -> dict[str, Callable[[], Entries]]:
 
 def pictures() -> Entries:
     matplotlib.use("Agg")
-    K, E, F = (OPERATORS[name]() for name in ("kfac", "ekfac", "fisher"))
+    K, E = (OPERATORS[name]() for name in ("kfac", "ekfac"))
     run = Training("mlp", KFAC)
     for step in range(6):
         plain(run, step)
@@ -33,10 +33,8 @@ def pictures() -> Entries:
         "matrix": lambda: plots.matrix(K),
         "factors": lambda: plots.factors(K),
         "factors of a layer": lambda: plots.factors(K, "2"),
-        "comparison": lambda: plots.comparison(F, E),
         "spectra": lambda: plots.spectra({"kfac": K, "ekfac": E}),
         "spectra of layers": lambda: plots.spectra(K),
-        "spectral_density": lambda: plots.spectral_density(F),
         "training": lambda: plots.training(history),
         "no layer": lambda: plots.factors(K, "head"),
     }

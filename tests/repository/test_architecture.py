@@ -20,12 +20,20 @@ from support.architecture import (
     hidden_imports,
     imports_of,
     modules_of,
+    name_faults,
     size_faults,
     top_level,
     undocumented,
 )
 
 pytestmark = pytest.mark.fast
+# Where no variable is called `found` or `own`.
+NAMED = (
+    *(f"curvature/{name}" for name in ("forward_laplacian", "functional", "layers", "linalg", "operators", "plots")),
+    *(f"curvature/{name}" for name in ("recording", "terms", "uses", "lazy.py", "public.py", "estimators.py")),
+    "curvature/arguments.py",
+    "optimizers/arguments.py",
+)
 
 
 def test_arrows_point_down() -> None:
@@ -65,6 +73,18 @@ def test_files_and_functions_are_small() -> None:
     folders = ("curvature", "optimizers", "tests", "examples")
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert_none(size_faults(paths))
+
+
+def test_variables_say_what_they_hold() -> None:
+    paths = [path for place in NAMED for path in ([ROOT / place] if ".py" in place else (ROOT / place).rglob("*.py"))]
+    assert len(paths) > 50
+    assert_none(name_faults(paths))
+
+
+@pytest.mark.parametrize("line", ["found = 1", "own: int = 1", "for own in []: pass", "f = lambda found: 0"])
+def test_a_vague_name_is_seen(line: str, tmp_path: Path) -> None:
+    (path := tmp_path / "base.py").write_text(f"{line}\nowner = found_again = owner.own = owner.found\n")
+    assert len(list(name_faults([path]))) == 1
 
 
 def test_tensors_are_made_on_a_device_that_is_named() -> None:

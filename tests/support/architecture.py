@@ -42,6 +42,7 @@ LIBRARIES = {
     "plots": {"matplotlib", "numpy"},
 }
 FILE_LINES, FUNCTION_LINES = 600, 60
+VAGUE = {"found", "own"}  # names of variables that do not say what they hold
 # Functions of torch that make tensors on the default device, which the user may have set to any.
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
 FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
@@ -189,6 +190,16 @@ def size_faults(paths: Iterable[Path]) -> Iterator[str]:
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
                     yield f"{path.name}:{node.lineno} {node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+def name_faults(paths: Iterable[Path]) -> Iterator[str]:
+    """Variables and arguments whose names do not say what they hold."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_bound = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_bound else node.arg if isinstance(node, ast.arg) else ""
+            if name in VAGUE:
+                yield f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{node.lineno} {name}"
 
 
 def device_faults(paths: Iterable[Path]) -> Iterator[str]:

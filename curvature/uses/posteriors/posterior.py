@@ -428,10 +428,10 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
 
 def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -> Tensor:
     """The same from the rows of this layer's Jacobian, of some samples at a time."""
-    own = {name: terms[name] for name in block.space.names if name in terms}
+    terms_of_block = {name: terms[name] for name in block.space.names if name in terms}
     covariances = []
     for part in chunks(count, ROWS_ELEMENTS, outputs * block.space.size):
-        some = ({name: [t.samples(part) for t in of[k]] for name, of in own.items()} for k in range(outputs))
+        some = ({name: [t.samples(part) for t in of[k]] for name, of in terms_of_block.items()} for k in range(outputs))
         rows = torch.stack([rows_of(block.space, row, part.stop - part.start) for row in some], 1)  # (n, c, p)
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
         covariances.append(matmul(rows, spread.mT))

@@ -159,7 +159,6 @@ OF_A_CURVATURE = {  # what functions give of a curvature K, and of the parameter
     "lanczos_logdet": lambda K, at: curvature.lanczos_logdet(K, 0.1).value,
     "spectral_density": lambda K, at: curvature.spectral_density(K, 2, 3)[1],
     "matrix": lambda K, at: torch.as_tensor(plots.matrix(K).images[0].get_array()),
-    "comparison": lambda K, at: torch.as_tensor(plots.comparison(K, K)[0].images[0].get_array()),
     **{name: lambda K, at, name=name: getattr(curvature, name)(K, 8).value for name in ESTIMATES},
 }
 
