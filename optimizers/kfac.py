@@ -87,10 +87,8 @@ class KFAC(SecondOrderOptimizer):
             weight_decay * p`` at each step, which is AdamW's decay at a rate of 1e-3; 0 turns it off.
         loss: the loss module; only injections other than `isotropic` need it.
         inject: the vectors to backpropagate (default `curvature.isotropic()`); `curvature.empirical()` takes the
-            backprops of the training loop's own backward pass. How much each sample counts in them (means, sums, class
-            weights, ignored tokens) is read from the graph of the loop's loss, or from `loss`; it is logged once if
-            neither says it, or if samples meet in the loss (contrastive ones, the root of a mean), and a plain mean is
-            assumed then.
+            backprops of the training loop's own backward pass, for a loss that is a mean over samples, or a sum if
+            `loss` says so by ``reduction="sum"``. Weights of samples or classes count squared there.
         sharing: "expand" or "reduce", for weights used at several positions of a sample.
         block_size: of the Kronecker factors with more rows than that (of a bias aside), only diagonal blocks of that
             size are kept: four of them for the 4 d outputs of a transformer's MLP with ``block_size=d``. They are

@@ -25,7 +25,6 @@ from curvature.losses import LOSS_FUNCTIONS
 from curvature.recording.tape import Tape, add_result, add_use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
-REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
 CONVERSIONS = {Tensor.to, Tensor.type_as}  # what else they receive is an example of a type, and no data
 CUMULATIVE = {torch.cumsum, Tensor.cumsum}
 NOTED = {*LOSS_FUNCTIONS, *CUMULATIVE, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
@@ -64,8 +63,6 @@ class RecordingMode(TorchFunctionMode):
             out = func(*args, **kwargs)
             if self._are_data(tensors):
                 self.mark_as_data(out)
-                if func in REDUCTIONS and out.requires_grad and not out.ndim:
-                    self.tape.reductions.append((tensors[0], out))
             return out
         plain = plain_form(func, args, kwargs) if func in PLAIN_FORMS else None
         if plain is not None and func in RECURRENT:

@@ -133,7 +133,6 @@ class Tape:
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
         functions: all torch functions that the pass calls, in order, each with the numbers among its arguments.
-        reductions: tensors that depend on data, with the sum or mean of all their entries.
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
         counts: whether it counts along the samples, as experts do that take a number of them.
@@ -152,7 +151,6 @@ class Tape:
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.functions: list[tuple[Any, ...]] = []
-        self.reductions: list[tuple[Tensor, Tensor]] = []
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Backpropagate vectors from the output.

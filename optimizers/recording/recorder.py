@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,11 +135,7 @@ class Recorder:
             return
         if not outputs:
             self._substitute(empirical(), SUBSTITUTE)
-            self._listen(tape, [], count)
-        elif found.gradients:
-            self._substitute(empirical(), SUBSTITUTE)
-            losses = cast("Tensor", found.scale).expand(count)
-            self._send_back(tape, found, {1: (self._loss_vectors(found), OutputScale.of([losses]))})
+            self._listen(tape, found.sources, count)
         elif self.inject == empirical():
             self._listen(tape, found.sources, count)
         elif len(outputs) > 1 and self.loss is not None:
@@ -221,16 +217,6 @@ class Recorder:
     @staticmethod
     def _has_classes(loss: Any) -> bool:
         return isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
-
-    def _loss_vectors(self, found: ModelOutputs) -> list[Tensor]:
-        """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
-        signs, count = self._signs(found.count), found.count
-        signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
-        factor = self.loss_backprops.factors.of
-        # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
-        unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
-        each = zip(found.readings, found.tensors, found.gradients, strict=True)
-        return [(unit(reading) * factor(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
 
     def _signs(self, count: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self._next_seed())

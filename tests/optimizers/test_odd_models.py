@@ -97,8 +97,19 @@ def cells(number: int, name: str) -> list[tuple[str, str, str]]:
 CELLS = [cell for number, name in enumerate(ODD) for cell in cells(number, name)]
 
 
+# Models with batches that give no outputs, only a loss that no function of torch made: rows of samples are refused.
+WITH_OUTPUTS = {"torch_loss", "torch_loss_and_penalty", "loss_beside_output", "one_entry"}
+LOSSES_ALONE = {name for name in ODD if name.startswith("returns_")} - {f"returns_{name}" for name in WITH_OUTPUTS}
+LOSSES_ALONE |= {"keeps_own_loss", "variational", "contrastive", "scalar_output", "scalars_added_up"}
+
+
 @pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("name, maker, inject", CELLS, ids=map("-".join, CELLS))
 def test_odd_model(name: str, maker: str, inject: str):
     case = ODD[name]
-    assert_trains(case, OPTIMIZERS[maker], **INJECTIONS[inject](case.criterion))
+    train = functools.partial(assert_trains, case, OPTIMIZERS[maker], **INJECTIONS[inject](case.criterion))
+    if maker.startswith("NaturalGradient") and name in LOSSES_ALONE:
+        with pytest.raises(RuntimeError, match="return the outputs"):
+            train()
+    else:
+        train()
