@@ -1,6 +1,5 @@
-"""Whole matrices and their diagonals against brute force, and how they depend on batches, seeds and arguments."""
+"""How whole matrices and their diagonals depend on batches and arguments; the catalogue is in test_catalogue.py."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,32 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvature
 from support.builders import BUILDERS, evaluated
 from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import batch_of, batches, extra, shared_reference, small
+from support.cases.matrices import batches
 from support.cases.refused import batch_statistics
 from support.combinations import member
-from support.comparisons import check_operator, matches
+from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.snapshots import unchanged
-
-name_of = lambda case: case.id
-EXTRA = list(extra())
-LOSSES = [case for case in small("losses") if "equal_sizes" not in case.id]
-# One case of every kind of layer: the whole catalogue is gone through in test_diagonals_and_blocks.py.
-FEW = {
-    *("linear", "linear_2_leading", "linear_sum", "mlp", "conv2d_twice", "conv2d_groups", "conv_transpose1d_stride"),
-    *("embedding_padding", "embedding_cross_entropy", "layer_norm_places", "group_norm_image", "batch_norm_net"),
-    *("prelu_channels_places", "raw_scale_and_shift", "raw_position_table", "raw_low_rank", "raw_erf", "tied_linear"),
-    *("called_twice", "weight_norm_linear", "unused_parameter", "frozen_bias", "checkpoint", "input_dict", "gpt"),
-    *("custom_function_mixed", "squeeze_excite", "folded_twins", "lstm_plain_batch_first", "attention_latents"),
-    "raw_layer_norm_bias_alone",
-}
-DENSE = [*(case for case in small("layers", "raw", "shared", "models", "sequences") if case.id in FEW), *LOSSES, *EXTRA]
-
-
-@functools.cache
-def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], oracle.Matrices]:
-    model, loss = case.build()
-    return model, loss, batch_of(case, model), shared_reference(case)
 
 
 def dense(builder: str, model: nn.Module, loss: Any, data: Any, **options: Any) -> Tensor:
@@ -53,58 +32,6 @@ def diagonal(model: nn.Module, loss: Any, data: Any, **options: Any) -> Tensor:
 def flat(model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
     assert {k: v.shape for k, v in tensors.items()} == {k: p.shape for k, p in oracle.trainable(model).items()}
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
-
-
-def is_twice_differentiable(case: Case) -> bool:
-    try:
-        prepared(case)[3].gauss_newton  # noqa: B018
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-# The variance of a rate is the rate, up to the 1e-8 that torch adds to it.
-TOLERANCE = {"loss_poisson_rate": 1e-6}
-
-
-@pytest.mark.parametrize("case", DENSE, ids=name_of)
-def test_matrices_of_all_kinds(case: Case):
-    model, loss, data, expected = prepared(case)
-    tolerance = next((value for name, value in TOLERANCE.items() if case.id.startswith(name)), 1e-10)
-    if not is_twice_differentiable(case):
-        for builder in ("gauss_newton", "fisher"):
-            with member(builder), pytest.raises((RuntimeError, ValueError)):
-                dense(builder, model, loss, data)
-    else:
-        with member("gauss_newton"):
-            matches(dense("gauss_newton", model, loss, data), expected.gauss_newton)
-        with member("fisher"):
-            matches(dense("fisher", model, loss, data), expected.fisher, tolerance)
-            with unchanged(model, data):
-                matches(curvature.fisher(model, loss, data).diagonal(), expected.fisher.diagonal(), tolerance)
-        with member("fisher_diagonal"):
-            matches(diagonal(model, loss, data), expected.fisher.diagonal(), tolerance)
-    with member("empirical_fisher"):
-        inject = {"inject": curvature.empirical()}
-        matches(dense("empirical_fisher", model, loss, data), expected.empirical_fisher)
-        matches(dense("fisher", model, loss, data, **inject), expected.empirical_fisher)
-        matches(diagonal(model, loss, data, **inject), expected.empirical_fisher.diagonal())
-    with member("hessian"):
-        assert_hessian(case)
-
-
-def assert_hessian(case: Case) -> None:
-    model, loss, data, expected = prepared(case)
-    if case.id.startswith(("weight_norm", "raw_layer_norm")):  # whose fused form has wrong ones in torch, or none
-        matches(dense("hessian", model, loss, data), expected.hessian_by_differences, 1e-8)
-        return
-    try:
-        matrix = expected.hessian
-    except (RuntimeError, NotImplementedError):
-        with pytest.raises((RuntimeError, ValueError)):
-            dense("hessian", model, loss, data)
-        return
-    matches(dense("hessian", model, loss, data), matrix)
 
 
 class HalfProduct(torch.autograd.Function):
@@ -130,38 +57,6 @@ def test_wrong_second_derivatives_are_no_hessian():
     model = Raw(lambda m, x: x * HalfProduct.apply(m.v, m.g), v=(3,), g=(3,)).double()
     with pytest.raises(RuntimeError, match="loses a part of the Hessian"):
         dense("hessian", model, nn.MSELoss(), (floats(3)(4).double(), floats(3)(4).double()))
-
-
-# Of the same matrix: weighed, ignored and plain places, all of one sample's ignored among them, in rows or not.
-CUT = {
-    *(
-        "loss_cross_entropy_ignored_all_options_mean_conv",
-        "loss_cross_entropy_weight_smoothed_mean_mlp",
-        "flat_tokens_mean",
-    ),
-    *("loss_cross_entropy_ignored_class_sum_conv", "loss_nll_ignored_weight_mean_conv", "flat_tokens_weight_mean"),
-    *("loss_bce_logits_weights_mean_conv", "loss_mse_mean_conv", "loss_distance_mlp", "loss_functional_mlp"),
-    *("gaussian_heads_mean", "flat_rows_mean", "input_dict"),
-}
-IN_BATCHES = [case for case in DENSE if case.id in CUT]
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("case", IN_BATCHES, ids=name_of)
-def test_one_batch_or_many_uneven_ones(case: Case, builder: str):
-    model, loss = case.build()
-    data = case.batch(model, 6)
-    whole = dense(builder, model, loss, data)
-    for sizes in ((1, 2, 3), (1,) * 6):
-        parts = batches(data, *sizes)
-        matches(dense(builder, model, loss, parts), whole, 1e-12)
-    if builder == "fisher":
-        parts = ((x, y) for x, y in batches(data, 3, 1, 2))
-        matches(diagonal(model, loss, parts), whole.diagonal(), 1e-12)
-
-
-def test_cases_named_are_all_there():
-    assert len(IN_BATCHES) == len(CUT) and not FEW - {case.id for case in DENSE}
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -199,13 +94,6 @@ def test_batches_of_different_length():
     for builder in ("gauss_newton", "fisher", "empirical_fisher"):
         matches(dense(builder, model, nn.CrossEntropyLoss(), data), getattr(expected, builder))
     matches(diagonal(model, nn.CrossEntropyLoss(), data), expected.fisher.diagonal())
-
-
-@pytest.mark.parametrize("case", [case for case in DENSE if case.id in ("mlp", "gpt", "loss_mse_sum_mlp")], ids=name_of)
-@pytest.mark.parametrize("builder", BUILDERS)
-def test_operator(case: Case, builder: str):
-    model, loss, data, _ = prepared(case)
-    check_operator(model, getattr(curvature, builder)(model, loss, data))
 
 
 @pytest.mark.parametrize("builder", BUILDERS)

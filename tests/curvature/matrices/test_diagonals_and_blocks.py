@@ -1,4 +1,4 @@
-"""Diagonals and blocks over the catalogue, random injections within their errors, and memory that stays bounded."""
+"""Random injections within their errors, and memory that stays bounded; the catalogue is in test_catalogue.py."""
 
 from typing import Any
 
@@ -7,48 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import batch_of, extra, shared_reference, small
-from support.comparisons import matches
+from support.cases.case import Raw, floats, indices, seeded
 from support.memory import Largest
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
 from support.snapshots import unchanged
 
-# Recurrent modules and attention: one layout and no given states; the per-sample gradients are tested with the rest.
-SEQUENCES = [case for case in small("sequences") if not case.id.endswith(("_state", "time_first"))]
-# Every second of those that vary one option of a layer: all are tested in test_per_sample.py, with the same terms.
-CASES = [*small("layers")[::2], *small("raw")[::2], *SEQUENCES[::2], *small("shared", "models"), *extra()]
-# Where the names alone tell which bias belongs to which weight; queries that are parameters take both apart.
-PLAIN = {case.id for case in [*small("layers"), *SEQUENCES]} - {"attention_latents"}
-name_of = lambda case: case.id
-
 
 def flat(model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
     assert {k: v.shape for k, v in tensors.items()} == {k: p.shape for k, p in oracle.trainable(model).items()}
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_diagonal_and_blocks(case: Case):
-    model, loss = case.build()
-    data, expected = batch_of(case, model), shared_reference(case).fisher
-    with unchanged(model, data):
-        diagonal = curvature.fisher_diagonal(model, loss, data)
-        found = curvature.fisher_blocks(model, loss, data)
-    matches(flat(model, diagonal), expected.diagonal())
-    groups = [block.space.names for block in found.blocks.values()]
-    assert sorted(name for group in groups for name in group) == sorted(oracle.trainable(model))
-    matches(found.to_dense(), oracle.blocks(model, expected, groups))
-    if case.id in PLAIN:
-        assert {frozenset(group) for group in groups} == layers(model)
-
-
-def layers(model: nn.Module) -> set[frozenset[str]]:
-    """Every weight with the bias of the same name, and what is left alone."""
-    names = set(oracle.trainable(model))
-    joint = {frozenset({name, name.replace("weight", "bias")}) & names for name in names if "weight" in name}
-    return joint | {frozenset({name}) for name in names if not any(name in group for group in joint)}
 
 
 DRAWS = 120

@@ -1,4 +1,4 @@
-"""Kronecker factors of every layer against brute force, where they are exact, and what stands in for them."""
+"""Where Kronecker factors are exact, and what stands in for them; those of every layer are in test_catalogue.py."""
 
 import functools
 from typing import Any
@@ -9,84 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.kronecker import factors
 from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import batch_of, batches, deep_linear, extra, reference, shared_reference, small
-from support.combinations import member
+from support.cases.matrices import batches, deep_linear, reference, small
 from support.comparisons import check_operator, matches
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
-from support.oracles.kronecker import AFFINE, Layer, affine_layers, kronecker
-from support.snapshots import unchanged
+from support.oracles.kronecker import AFFINE, affine_layers, kronecker
 
-# Of the convolutions in two and three dimensions a few: the references of all take minutes. A frequency over the batch
-# is no matter of one sample, and statistics that are tracked leave an instance norm to the general path.
-WIDE = {f"conv2d_{name}" for name in ("twice", "oblong", "circular_oblong", "groups", "mixed", "same_even", "stride")}
-WIDE |= {"conv3d_stride", "conv3d_mixed", "conv_transpose2d_oblong", "conv_transpose2d_output_size"}
-WIDE |= {"conv_transpose3d_padding", "conv2d_equal_sizes", "conv2d_channels_last"}
-NAMES = ("linear", "mlp", "conv1d", "conv_transpose1d", "embedding", "layer_", "rms_", "group_", "instance_", "batch_")
-LAYERS = [
-    case
-    for case in small("layers")
-    if (case.id.startswith(NAMES) or case.id in WIDE)
-    and not case.id.startswith("embedding_frequency")
-    and not case.id.endswith("_tracked")
-]
-ELSEWHERE = {
-    *("called_twice", "called_in_loop", "called_twice_other_places", "conv_called_twice", "frozen_bias", "checkpoint"),
-    *("frozen_middle_layer", "resnet", "autoencoder", "mixer", "point_set", "folded_time_linear", "folded_twins"),
-    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_ignored_all_options_sum_mlp"),
-    *("loss_bce_logits_weights_mean_conv", "loss_nll_ignored_weight_mean_conv", "loss_poisson_full_sum_conv"),
-}
-OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELSEWHERE]
-CASES = [*LAYERS, *OTHERS, *extra()]
-FAST = {"conv1d_groups", "conv_transpose1d_mixed", "layer_norm_places", "group_norm_places"}
 name_of = lambda case: case.id
 sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
-
-
-@functools.cache
-def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer]]:
-    model, loss = case.build()
-    return model, loss, batch_of(case, model), affine_layers(shared_reference(case))
-
-
-def test_cases_named_are_all_there():
-    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED | FAST) - {case.id for case in CASES}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.fast] * (case.id in FAST)) for case in CASES]
-)
-def test_factors_of_every_layer(case: Case, monkeypatch: pytest.MonkeyPatch):
-    """Of one sample at a time; and eigenvalues that are exact in the basis of the factors, of all at once."""
-    model, loss, data, layers = prepared(case)
-    for sharing in ("expand", "reduce"):
-        with member(sharing), monkeypatch.context() as patch:
-            patch.setattr(factors, "CHUNK_ELEMENTS", 1)
-            with unchanged(model, data):
-                found = curvature.kfac(model, loss, data, sharing=sharing)
-            matches(found.to_dense(), kronecker(layers, sharing))
-    with member("eigenvalues"):
-        exact = layers[0].matrices.fisher
-        with unchanged(model, data):
-            found = curvature.ekfac(model, loss, data)
-        matches(found.to_dense(), torch.stack([layer.rescaled(exact) for layer in layers]).sum(0), 1e-8)
-        matches(found.trace(), exact.trace())
-
-
-# Eigenvectors are the same up to sign where no two eigenvalues are, and where they are zero it does not matter: with
-# "expand" always, with "reduce" if there are more samples than inputs.
-SPREAD = {"linear", "linear_2_leading", "linear_no_bias", "conv1d_groups", "conv1d_depthwise", "layer_norm_places"}
-
-
-@pytest.mark.parametrize("case", [case for case in LAYERS if case.id in SPREAD], ids=name_of)
-def test_eigenvalues_are_exact_with_reduced_factors(case: Case):
-    model, loss = case.build()
-    data = case.batch(model, 16)
-    of = reference(case, model, loss, data)
-    found = curvature.ekfac(model, loss, data, sharing="reduce").to_dense()
-    matches(found, torch.stack([layer.rescaled(of.fisher, "reduce") for layer in affine_layers(of)]).sum(0), 1e-8)
 
 
 @sharings
@@ -119,25 +50,6 @@ def test_random_injections_have_the_right_mean(inject: curvature.Injection):
     options: dict[str, Any] = {"inject": inject, "generator": source(2)}
     found = [curvature.kfac(model, nn.CrossEntropyLoss(), (x, y), **options).to_dense() for _ in range(120)]
     within_five_errors(torch.stack(found), expected)
-
-
-BATCHED = {"linear_2_leading", "mlp", "conv2d_groups", "embedding_padding", "conv_transpose1d_mixed", "batch_norm_net"}
-BATCHED |= {"loss_cross_entropy_ignored_all_options_mean_conv", "flat_tokens_weight_mean", "flat_tokens_sum"}
-
-
-# Reduced factors of a few samples are singular, and a basis of the null space may be any.
-@pytest.mark.parametrize("builder, sharing", [("kfac", "expand"), ("kfac", "reduce"), ("ekfac", "expand")])
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
-def test_one_batch_or_many_uneven_ones(case: Case, builder: str, sharing: str):
-    model, loss = case.build()
-    data = case.batch(model, 6)
-    build = functools.partial(getattr(curvature, builder), model, loss, sharing=sharing)
-    whole = build(data).to_dense()
-    tolerance = 1e-12 if builder == "kfac" else 1e-7  # eigenvectors magnify rounding
-    for sizes in ((1, 2, 3), (1,) * 6):
-        matches(build(batches(data, *sizes)).to_dense(), whole, tolerance)
-    if builder == "kfac":
-        matches(build(iter(batches(data, 2, 4))).to_dense(), whole, tolerance)
 
 
 def exact_blocks(of: oracle.Matrices) -> Tensor:
