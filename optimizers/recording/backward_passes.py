@@ -75,9 +75,9 @@ class Passes:
 
     def wait(
         self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor],
-        chosen: Callable[[Tensor], Measured] | None = None,
+        check: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """Count a pass, as `measured` or `chosen` by the gradient, once one arrives that trains or has a graph."""
+        """Count a pass once a gradient arrives that trains or has a graph; `check` may raise at it."""
         self.last = measured
         me, step = weakref.ref(self), self.step
 
@@ -87,9 +87,11 @@ class Passes:
             if passes is None or step is not passes.step or is_batched(gradient):
                 return
             if torch.is_grad_enabled() or is_training(parameters):
+                if check is not None:
+                    check(gradient)
                 passes.note_backward(parameters)
                 passes.begin()
-                passes.total.add_(measured if chosen is None else chosen(gradient))
+                passes.total.add_(measured)
                 step = None
 
         for x in outputs:

@@ -75,7 +75,7 @@ class Recorder:
         self.inject, self.loss, self.seed = inject, loss, seed
         self.schedule, self.monitor, self.team, self.owner = schedule, monitor, team, owner
         self.generator: torch.Generator | None = None  # of the random vectors; None before the first
-        self.class_axis = 0  # of outputs with more than two axes, for cross-entropy; 0: not known yet
+        self.is_axis_checked = False  # whether a gradient had its classes where the loss says
         self.substitute = ""  # what replaces `inject`, and why
         self.was_empty = False  # whether the last recorded batch was empty
         self.is_paused = False
@@ -143,28 +143,37 @@ class Recorder:
             inject = self.inject if self.inject.is_isotropic else isotropic()
             self._substitute(inject, why)
             vectors = [self._vectors(inject, None, x.detach(), None) for x in outputs]
-            self._send_back(tape, found, {1: (vectors, OutputScale.of(outputs))}, independent=True)
+            self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
         else:
             self._send_loss_back(tape, found)
 
     def _send_loss_back(self, tape: Tape, found: ModelOutputs) -> None:
-        """Send the vectors of the injection back, for each axis that classes may be on."""
-        is_isotropic = self.inject.is_isotropic
-        first, source = found.tensors[0], found.sources[0]
-        is_open = self._has_classes(self.loss) and not is_isotropic and first is source and first.ndim > 2
-        axes = [1, -1] if is_open and not self.class_axis else [self.class_axis or 1]
-        # one seed for both ways, since other processes may know the axis already
-        seed = functools.cache(self._next_seed) if len(axes) > 1 else self._next_seed
-        ways: dict[int, tuple[Sequence[Tensor], Sums]] = {}
-        for axis in axes:
-            own = functools.partial(self._vectors, self.inject, self.loss, axis=axis if is_open else 1, seed=seed)
-            vectors = [own(x.detach(), y) for x, y in zip(found.tensors, found.targets, strict=True)]
-            if is_isotropic:
-                sums = OutputScale.of(found.tensors)
-            else:
-                sums = OutputScale.in_metric(stack(map(squares_along, found.tensors, vectors)).sum(), len(first))
-            ways[axis] = vectors, sums
-        self._send_back(tape, found, ways, is_isotropic)
+        """Send the vectors of the injection back; classes are on the axis that the loss says, by default on axis 1."""
+        first, is_isotropic = found.tensors[0], self.inject.is_isotropic
+        is_open = self._has_classes(self.loss) and not is_isotropic and first is found.sources[0] and first.ndim > 2
+        axis = getattr(self.loss, "class_axis", 1) if is_open else 1
+        pairs = zip(found.tensors, found.targets, strict=True)
+        vectors = [self._vectors(self.inject, self.loss, x.detach(), y, axis) for x, y in pairs]
+        if is_isotropic:
+            sums = OutputScale.of(found.tensors)
+        else:
+            sums = OutputScale.in_metric(stack(map(squares_along, found.tensors, vectors)).sum(), len(first))
+        check = functools.partial(self._check_class_axis, axis) if is_open and not self.is_axis_checked else None
+        self._send_back(tape, found, vectors, sums, is_isotropic, check)
+
+    def _check_class_axis(self, axis: int, gradient: Tensor) -> None:
+        """Once: raise where the gradient of the loop's loss has its classes on the other axis."""
+        if is_functorch_wrapped_tensor(gradient):
+            return
+        g, other = widen(gradient.detach()), -1 if axis == 1 else 1
+        here, there, size = stack([g.sum(axis).abs().sum(), g.sum(other).abs().sum(), g.abs().sum()]).tolist()
+        if there < CANCELLED * size <= here:
+            raise RuntimeError(
+                f"{self.owner}: loss= has classes on axis {axis} of outputs {tuple(g.shape)}, and the gradient of the "
+                f"loop's loss has them on axis {other}: set loss.class_axis = {other} on the loss that you pass as "
+                "loss=, or use isotropic(), which needs no loss"
+            )
+        self.is_axis_checked = size > 0  # a gradient of zero does not say
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         outputs = list({id(x): x for x in outputs}.values())
@@ -183,32 +192,18 @@ class Recorder:
             warn_once(why, logger="optimizers")
 
     def _send_back(
-        self, tape: Tape, found: ModelOutputs, ways: Mapping[int, tuple[Sequence[Tensor], Sums]],
-        independent: bool = False,
+        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False,
+        check: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """Measure vectors, by the axis of classes that they assume; the gradient that arrives says which axis it is."""
+        """Measure vectors of a pass, which counts once a gradient arrives that `check` lets through."""
         trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(found.count, independent)
         with torch.autocast(found.tensors[0].device.type, enabled=False):
-            measured = {
-                axis: Measured(self.store.measure(tape, found.tensors, as_many(vectors), batch), sums)
-                for axis, (vectors, sums) in ways.items()
-            }
+            measured = Measured(self.store.measure(tape, found.tensors, as_many(vectors), batch), sums)
+        self.passes.wait(measured, found.sources, trained, check)
 
-        def chosen(gradient: Tensor) -> Measured:
-            axis = self.class_axis or class_axis(gradient)
-            self.class_axis = axis or 0
-            is_averaged = measured[1].curvature.rows is None  # rows serve one step, which may need some
-            return Measured() if axis is None and is_averaged else measured[axis or 1]
-
-        first, asks = next(iter(measured.values())), len(measured) > 1
-        self.passes.wait(first, found.sources, trained, chosen if asks else None)
-
-    def _vectors(
-        self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1,
-        seed: Callable[[], int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The vectors (k, *output.shape), given the axis of classes, if there are any; `seed`: of random ones."""
-        processes, seed = self.team.current().processes, seed or self._next_seed
+    def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1) -> Tensor:
+        """The vectors (k, *output.shape), given the axis of classes, if there are any."""
+        processes, seed = self.team.current().processes, self._next_seed
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, seed).to(output.dtype)
         if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
@@ -264,12 +259,11 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         generator = None if self.generator is None else self.generator.get_state()
         scale, size = self.outputs.rms, self.outputs.entries_per_sample
-        return {"output_scale": scale, "output_size": size, "generator": generator, "class_axis": self.class_axis}
+        return {"output_scale": scale, "output_size": size, "generator": generator}
 
     def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped
         self.outputs.rms, self.outputs.entries_per_sample = state["output_scale"], state["output_size"]
-        self.class_axis = state["class_axis"]
         generator = state["generator"]
         self.generator = None if generator is None else torch.Generator("cpu")
         if self.generator is not None:
@@ -277,19 +271,6 @@ class Recorder:
                 self.generator.set_state(generator.cpu())
             except RuntimeError:  # the state of a generator on another kind of device
                 self.generator.manual_seed(self.seed + self.monitor.steps)
-
-
-def class_axis(gradient: Tensor) -> int | None:
-    """The axis, 1 or -1, along which gradients of cross-entropy add up to zero; 0: neither; None: all are zero."""
-    if is_functorch_wrapped_tensor(gradient):
-        return 0
-    g = widen(gradient.detach())
-    here, last, size = stack([g.sum(1).abs().sum(), g.sum(-1).abs().sum(), g.abs().sum()]).tolist()
-    if not size:
-        return None
-    if last < CANCELLED * size <= here:
-        return -1
-    return int(here < CANCELLED * size)
 
 
 def as_many(vectors: Sequence[Tensor]) -> list[Tensor]:
