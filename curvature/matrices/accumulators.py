@@ -1,4 +1,4 @@
-"""Accumulators of a layer's curvature over data, one class for each structure of its block.
+"""Accumulators of a layer's curvature over data: of a `Structure`, of Kronecker factors, of their eigenvalues.
 
 Each is fed with `Chunk` after `Chunk`, and gives its operator in the end: ``scale * sum_n weights[n] sum_k u_kn
 w_kn^T`` or an approximation of that.
@@ -7,59 +7,20 @@ w_kn^T`` or an approximation of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch import Tensor
 
-from curvature import operators
 from curvature.gradients import layers_of
 from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
-from curvature.linalg import stack
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.structures import Chunk, DiagonalStructure, Structure, Vectors
+from curvature.terms import Term, TermsByVector, name_of_rows, row_ranges
 
 Result = TypeVar("Result", bound=Operator)
 Range = tuple[int, int]  # the first row, and the one after the last
-Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that were sent back
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some of the vectors of one batch, sent back; the matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``."""
-
-    tape: Tape
-    vectors: int  # how many there are
-    left: Vectors  # for every vector the terms of ``u_k = J^T left_k``
-    right: Vectors  # and of ``w_k = J^T right_k``; the same object where these are the same
-    weights: Tensor  # (N,), what each sample counts for, not yet divided by their sum
-    first: bool  # whether this is the first chunk of its batch
-    patches: dict[str, list[Tensor]]  # unfolded activations by parameter, kept from one chunk of a batch to the next
-    whole: ValueError | None  # why the batch counts as one sample, if it does: its samples meet
-
-    def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """Terms of one parameter by vector, left and right; None if no output depends on it."""
-        left = self.left.get(name)
-        right = left if self.right is self.left else self.right.get(name)
-        return None if left is None or right is None else (left, right)
-
-    def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """As `of`, for what is defined by samples; raises where they meet, and the batch counts as one."""
-        if self.whole is not None:
-            raise self.whole
-        return self.of(name)
-
-    def on(self, device: torch.device) -> Chunk:
-        """The chunk with its weights on a device: there are the terms of the parameters there."""
-        return self if device == self.weights.device else replace(self, weights=self.weights.to(device))
-
-    @cached_property
-    def scales(self) -> Tensor | None:
-        """The weights, or None if all are one."""
-        return None if bool((self.weights == 1).all()) else self.weights
 
 
 class Accumulator(Generic[Result]):
@@ -109,63 +70,19 @@ class FixedOperator(Accumulator[Operator]):
         return self.block
 
 
-class DiagonalAccumulator(Accumulator[Diagonal]):
-    """The diagonal alone."""
+class StructureAccumulator(Accumulator[Operator]):
+    """The sum of a `Structure`."""
 
-    def __init__(self, space: Space) -> None:
-        super().__init__(space)
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, chunk: Chunk) -> None:
-        for name in self.names:
-            found = chunk.of(name)
-            if found is not None:
-                weights = chunk.on(self.space.devices[name]).weights
-                new = sum_of_products(*found, weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
-                self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
-
-    def result(self, scale: float) -> Diagonal:
-        return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
-
-    def by_name(self, scale: float) -> dict[str, Tensor]:
-        """The diagonal by parameter, in the memory of the sums; ValueError if an entry is not finite."""
-        zeros = lambda name, shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.devices[name])
-        found = {name: self.sums[name] if name in self.sums else zeros(name, shape) for name, shape in self.entries()}
-        entries = list(found.values())
-        torch._foreach_mul_(entries, scale)
-        if not stack(torch._foreach_norm(entries)).sum().isfinite():  # norms may overflow
-            for name, shape in self.entries():
-                self.space.kept(found[name], shape, "the diagonal", self.space.devices[name])
-        return found
-
-
-def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Tensor:
-    """Gradients (N, P) of samples from their terms, zero for parameters that have none."""
-    zeros = lambda size: torch.zeros(count, size, dtype=space.dtype, device=space.device)
-    parts = zip(space.names, space.sizes, strict=True)
-    flat = lambda own: gradients(own).reshape(count, -1).to(space.device, space.dtype)
-    return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
-
-
-class DenseAccumulator(Accumulator[operators.Dense]):
-    """The dense block."""
-
-    def __init__(self, space: Space) -> None:
-        super().__init__(space)
-        self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
+    def __init__(self, total: Structure) -> None:
+        super().__init__(total.space)
+        self.total = total
 
     def add(self, chunk: Chunk) -> None:
-        def rows(vectors: Vectors, k: int) -> Tensor:
-            own = {name: vectors[name][k] for name in self.names if name in vectors}
-            return rows_of(self.space, own, len(chunk.weights))
+        self.total.add(chunk)
 
-        for k in range(chunk.vectors):
-            u = rows(chunk.left, k)
-            w = u if chunk.right is chunk.left else rows(chunk.right, k)
-            self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
-
-    def result(self, scale: float) -> operators.Dense:
-        return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
+    def result(self, scale: float) -> Operator:
+        self.total.scale_(scale)
+        return self.total.operator()
 
 
 class KroneckerAccumulator(Accumulator[Kronecker]):
@@ -263,7 +180,8 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         return together + [(name,) for name in names if name in self.alone]
 
     def result(self, scale: float) -> BlockDiagonal:
-        zeros = [DiagonalAccumulator(self.space.subspace(names)) for names in self._by_layer(None, self.waiting)]
+        unread = map(self.space.subspace, self._by_layer(None, self.waiting))
+        zeros = [StructureAccumulator(DiagonalStructure(space)) for space in unread]
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:

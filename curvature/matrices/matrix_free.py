@@ -13,13 +13,14 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
-from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
+from curvature.matrices.accumulators import Accumulator, StructureAccumulator
 from curvature.matrices.block_structure import collected
 from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, SampleSpace, Space
 from curvature.recording import in_turn
+from curvature.structures import Chunk, DenseStructure, DiagonalStructure
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -97,12 +98,13 @@ class ThroughOutputs:
         return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
-        sums = DiagonalAccumulator(self.space)
+        sums = StructureAccumulator(DiagonalStructure(self.space))
         return collected(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
-        return collected(self.passes, self.inject, self.seed, DenseAccumulator(self.space)).to_dense()
+        sums = StructureAccumulator(DenseStructure(self.space))
+        return collected(self.passes, self.inject, self.seed, sums).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
         """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""

@@ -33,9 +33,9 @@ from curvature.losses import (
     reduction_of,
     resolve,
 )
-from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.operators import Space
 from curvature.recording import ModelState, RandomState, Tape, graph_leaves, in_turn, map_tensors
+from curvature.structures import Chunk, Vectors
 from curvature.terms import DenseGradients, Term, contractions
 
 RANDOM = (

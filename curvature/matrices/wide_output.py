@@ -18,9 +18,9 @@ from torch import Tensor
 from curvature.layers import Layout, Unsupported
 from curvature.linalg import full_precision, qr, symmetric_eigh, widen, widest
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Chunk
 from curvature.matrices.passes import RecordedBatch
 from curvature.recording import Use
+from curvature.structures import Chunk
 from curvature.terms import AffineLayout, OuterProduct
 
 MIN_WIDTH_RATIO = 2  # the outputs of the last layer are at least this many times its inputs

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.linalg import count_recovery, full_precision, stack
+from curvature.structures import FORMS
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
@@ -81,12 +82,12 @@ class Block:
         """The blocks that are measured, averaged and inverted separately: itself, unless it has parts."""
         return [self]
 
-    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
-        """The terms of the first parameter by leaf; empty if they do not fit."""
-        return [(self, terms)]
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        """What each leaf measures of the terms by parameter: those of the first; empty if they do not fit."""
+        return [(self, terms[self.names[0]])]
 
-    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        """Statistics of a batch for a leaf, from the terms of its first parameter; None if these do not fit.
+    def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> Any:
+        """Statistics of a batch for a leaf, from its `split_terms`; None if these do not fit.
 
         Args:
             samples: number of samples in the batch.
@@ -211,9 +212,13 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        if state["structure"] not in STRUCTURES:
-            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(STRUCTURES)}")
-        return STRUCTURES[state["structure"]].from_state(state, device)
+        known = STRUCTURES | dict.fromkeys(FORMS.keys() - STRUCTURES.keys(), STRUCTURES["structure"])
+        if state["structure"] not in known:
+            raise ValueError(
+                f"unknown structure {state['structure']!r} of a block; known are {sorted(known)}, and classes of your "
+                "own once they are imported"
+            )
+        return known[state["structure"]].from_state(state, device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
@@ -224,11 +229,12 @@ class Block:
         if foreign := sorted(gate.keys() - {"closed", "count", "traces"}):
             raise ValueError(f"what is known of outliers has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
+        block.structure = state["structure"]
         block.was_outlier, block.outliers = gate.get("closed", False), gate.get("count", 0)
         block.traces = list(gate.get("traces", ()))
         for name, value in state.items():
             if name not in ("structure", "gate"):
-                setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
+                setattr(block, name, pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), value))
         block.after_restore()
         return block
 

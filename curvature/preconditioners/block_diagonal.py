@@ -24,7 +24,9 @@ from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
+from curvature.preconditioners.structure_block import StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
+from curvature.structures import Choices, DiagonalStructure
 from curvature.terms import (
     Convolution,
     DenseGradients,
@@ -122,15 +124,20 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
+        choices: other structures, of some layers.
     """
 
-    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
+    def __init__(
+        self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None,
+        choices: Choices | None = None,
+    ) -> None:  # fmt: skip
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
         self.sharing, self.kind, self.block_size = sharing, kind, block_size
+        self.choices = choices or Choices(None, ())
         self.axes: dict[tuple[frozenset[str], int], Layout | None] = {}  # as `learn_axes` has found them
 
     def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
@@ -250,28 +257,48 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Blocks of the parameters that have terms and no block yet."""
         if all(name in index for name, own in terms.items() if own):
             return
-        taken = set(index)
-        todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
-        for name, node in todo.items():
-            bias = joint_bias(tape, name)
-            names = [name] if bias is None or bias in taken else [name, bias]
-            shapes, dtype = [tuple(tape.parameters[n].tensor.shape) for n in names], node.tensor.dtype
-            found = self._kronecker_block(names, terms[name], shapes, dtype)
-            found = found or self._row_range_block(names, terms[name], shapes, dtype)
-            if found is not None:
-                self.blocks.append(found)
-                taken |= set(names)
-        for name, node in todo.items():
-            if name not in taken:
-                readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-                fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
-                what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
-                reason = f"{what}; the diagonal of the curvature is used"
-                self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
+        new = [name for name in tape.parameters if terms.get(name) and name not in index]
+        made = [block for names in self._layers(tape, new, index) for block in self._blocks_of(tape, names, terms)]
+        self.blocks += sorted(made, key=lambda block: isinstance(block, DiagonalBlock))
         index.update(self.index())
 
+    def _layers(self, tape: Tape, names: Sequence[str], index: Mapping[str, int]) -> list[tuple[str, ...]]:
+        """The parameters of these names that have a block together: a weight with its bias; all others alone."""
+        alone, layers = self.choices.alone, dict[str, tuple[str, ...]]()
+        for name in names:
+            bias = joint_bias(tape, name)
+            if bias is not None and bias not in index and bias not in layers and alone.isdisjoint((name, bias)):
+                layers |= dict.fromkeys((name, bias), (name, bias))
+        return list(dict.fromkeys(layers.get(name, (name,)) for name in names))
+
+    def _blocks_of(self, tape: Tape, names: Sequence[str], terms: Mapping[str, list[Term]]) -> list[Block]:
+        """One block for a layer, or the diagonals of its parameters."""
+        shapes, dtype = [tuple(tape.parameters[n].tensor.shape) for n in names], tape.parameters[names[0]].tensor.dtype
+        choice = self.choices.of(names)
+        if choice is DiagonalStructure:
+            return [self._diagonal_block(tape, name, "chosen by structure=") for name in names if terms.get(name)]
+        if isinstance(choice, type):
+            return [StructureBlock(choice, dict(zip(names, shapes, strict=True)), dtype)]
+        kind = choice or self.kind
+        block = self._kronecker_block(kind, names, terms[names[0]], shapes, dtype)
+        block = block or self._row_range_block(kind, names, terms[names[0]], shapes, dtype)
+        if block is not None:
+            return [block]
+        if choice is not None:
+            raise ValueError(f'structure: {names[0]} has no Kronecker factors; choose "dense" or "diagonal"')
+        return [self._diagonal_block(tape, name) for name in names if terms.get(name)]
+
+    def _diagonal_block(self, tape: Tape, name: str, reason: str = "") -> Block:
+        node = tape.parameters[name]
+        if not reason:
+            readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
+            fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
+            what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
+            reason = f"{what}; the diagonal of the curvature is used"
+        return DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason)
+
     def _kronecker_block(
-        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+        self, structure: str, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
     ) -> Block | None:
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
@@ -279,20 +306,21 @@ class BlockDiagonalCurvature(CurvatureStore):
         kinds = scheme.kinds
         rows = max((max(scheme.block_sizes(k)) for k, kind in enumerate(kinds) if not kind.is_diagonal), default=0)
         is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind in kinds)
-        block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
-        if is_large and self.kind == "eigen":
+        block = LAYERS["kronecker" if is_large else structure](names, scheme)
+        if is_large and structure == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"
         return block
 
     def _row_range_block(
-        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+        self, structure: str, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
     ) -> Block | None:
         """A block for every range of rows that is read apart; None unless these cover all rows and have factors."""
         parts: dict[tuple[int, int], Block] = {}
         end = 0
         for start, stop, own in row_ranges(terms):
             sizes = [(stop - start, *shape[1:]) for shape in shapes]
-            part = self._kronecker_block([name_of_rows(name, start, stop) for name in names], own, sizes, dtype)
+            rows = [name_of_rows(name, start, stop) for name in names]
+            part = self._kronecker_block(structure, rows, own, sizes, dtype)
             if part is None or start != end:
                 return None
             parts[start, stop], end = part, stop
@@ -305,7 +333,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Statistics from the terms of one vector; `index` is that of the blocks, to which new ones are added."""
         self._create_blocks(tape, terms, index)
         seen = [block for block in self._of(terms, index) if terms.get(block.names[0])]
-        split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
+        split = [pair for block in seen for pair in block.split_terms(terms)]
         found: dict[int, BlockStatistics | None] = {}
         with full_precision():
             for alike in grouped([type(leaf) for leaf, _ in split]):
@@ -438,8 +466,8 @@ class RowRangeBlock(Block):
     def leaves(self) -> list[Block]:
         return list(self.parts.values())
 
-    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
-        found = {(own.start, own.stop): own.terms for own in row_ranges(terms)}
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        found = {(own.start, own.stop): own.terms for own in row_ranges(terms[self.names[0]])}
         if found.keys() - self.parts.keys():
             return []
         return [(self.parts[rows], own) for rows, own in found.items()]

@@ -18,18 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from curvature import kronecker
 from curvature.linalg import ByDevice
 from curvature.preconditioners.block import Block, Due, grouped
+from curvature.structures import averaged_sparsity, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
 MAX_JOINED = ByDevice(2**16, 2**20)
-# Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
-# times its size over the number of rows is added, in its mean eigenvalues
-SHRINKAGE = 3.0
 
 
 class KroneckerBlock(Block):
@@ -68,8 +65,7 @@ class KroneckerBlock(Block):
         columns: Any = self.column_side
         if rows is not None and columns is not None:
             self.row_side, self.column_side = (self.scheme.side_of_entries(*x) for x in enumerate((rows, columns)))
-        place = None if rows is None else rows.device
-        self._load_inverse(pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse))
+        self._load_inverse(self.inverse)
 
     def _load_inverse(self, state: Any) -> None:
         self.inverse = kronecker.inverse_of_state(state) if state else None
@@ -185,7 +181,7 @@ class KroneckerBlock(Block):
             before = share if self.unseen is None else self.unseen
             self.unseen = torch.where(number > 0, before.lerp(share, weight), before)
         of_outputs, of_inputs = (
-            (1 - weight) ** 2 * before + weight**2 / max(count, 1.0)
+            averaged_sparsity(before, weight, count)
             for before, count in zip(self.sparsity, statistics.rows, strict=True)
         )
         self.sparsity = of_outputs, of_inputs
@@ -214,7 +210,7 @@ class KroneckerBlock(Block):
         """What is added to the sides, in their mean eigenvalues: `share`, and more where few rows were seen."""
         assert self.sides is not None
         of_outputs, of_inputs = (
-            share + (0.0 if side.is_diagonal else SHRINKAGE * max(side.sizes) * sparsity)
+            share + (0.0 if side.is_diagonal else shrinkage(max(side.sizes), sparsity))
             for side, sparsity in zip(self.sides, self.sparsity, strict=True)
         )
         return of_outputs, of_inputs
