@@ -102,9 +102,9 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
     made = iter(linalg.psd_eighs([x for parts in blocks for x in parts]))
     for (stack, alike), parts in zip(stacks, blocks, strict=True):
         pairs = [next(made) for _ in parts]
-        values, vectors = (_joined(own, stack.sizes) for own in zip(*pairs, strict=True))
+        values, vectors = (_joined(parts, stack.sizes) for parts in zip(*pairs, strict=True))
         groups = [len(sides[k]) for k in alike]
-        matrices = (applied.DenseMatrix.of(own, stack.sizes) for own in vectors.split(groups))
+        matrices = (applied.DenseMatrix.of(part, stack.sizes) for part in vectors.split(groups))
         bases |= zip(alike, zip(values.split(groups), matrices, strict=True), strict=True)
     return [bases[k] for k in range(len(sides))]
 
@@ -144,7 +144,7 @@ def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     pieces: dict[int, list[Tensor]] = {}
     for size, rows in zip(sizes, applied.ranges(sizes), strict=True):
         pieces.setdefault(size, []).append(matrix[:, rows, rows])
-    return [torch.cat(own) if len(own) > 1 else own[0] for own in pieces.values()]
+    return [torch.cat(alike) if len(alike) > 1 else alike[0] for alike in pieces.values()]
 
 
 def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -168,9 +168,9 @@ def _by_cholesky(sides: Mapping[int, Side], shares: Sequence[float]) -> dict[int
     tried = []
     for stack, alike in _stacks(sides, JOINED_MAX_SIDE):
         blocks, scale = _damped(stack.lower(), stack.sizes, _by_group(sides, shares, alike))
-        found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
+        inverted, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
         ok = flags[0] if len(flags) == 1 else torch.stack(flags).all()
-        tried.append((stack, alike, _joined(found, stack.sizes).div_(scale), ok))
+        tried.append((stack, alike, _joined(inverted, stack.sizes).div_(scale), ok))
     fine = linalg.look([ok for *_, ok in tried])
     for (stack, alike, matrices, _), is_fine in zip(tried, fine, strict=True):
         if not is_fine:
@@ -202,12 +202,12 @@ def _by_largest(
     try:
         scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
         ends = [None if start is None else start[0] for start in starts]
-        found = linalg.low_rank_inverses(scaled, [shares[k] for k in sides], ends)
+        pairs = linalg.low_rank_inverses(scaled, [shares[k] for k in sides], ends)
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         linalg.count_recovery("retried")
         return {}
-    each = zip(sides, found, means, strict=True)
-    return {k: applied.LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
+    each = zip(sides, pairs, means, strict=True)
+    return {k: applied.LowRankMatrix(low_rank[0][None], low_rank[1] / mean) for k, low_rank, mean in each if low_rank}
 
 
 def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
@@ -250,15 +250,17 @@ def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> lis
     for pairs in sums:
         damped = [_damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
         scaled.append([((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped])
-    bases = iter(_diagonalised([[pair[side] for pair, _ in own] for own in scaled for side in (0, 1)]))
-    found = []
+    bases = iter(
+        _diagonalised([[pair[side] for pair, _ in scaled_pairs] for scaled_pairs in scaled for side in (0, 1)])
+    )
+    inverses = []
     for (_, first), *second in scaled:
         (rows, t), (columns, s) = next(bases), next(bases)
         values = first * t[:, None] * s
         for _, mean in second:
             values = values + mean * (1 - t)[:, None] * (1 - s)
-        found.append(KroneckerSumInverse(rows, columns, values))
-    return found
+        inverses.append(KroneckerSumInverse(rows, columns, values))
+    return inverses
 
 
 def _damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
@@ -281,7 +283,7 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
     if len(pairs) <= 2:
         return list(pairs)
     order = torch.stack([_mean(b) * _mean(a) for b, a in pairs]).argsort(descending=True, stable=True)
-    rows, columns = (torch.stack(list(own)).index_select(0, order) for own in zip(*pairs, strict=True))
+    rows, columns = (torch.stack(list(sides)).index_select(0, order) for sides in zip(*pairs, strict=True))
     others = zip(rows[1:], columns[1:], strict=True)
     merged = merge_products([(DenseSide(b[None]), DenseSide(a[None])) for b, a in others])
     return [(rows[0], columns[0]), (merged[0].entries[0], merged[1].entries[0])]

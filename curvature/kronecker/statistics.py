@@ -84,25 +84,25 @@ class SideStatistics(KroneckerStatistics):
         count = len(blocks)
         activations = {key: (moment.parts(count), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: moment.parts(count) for key, moment in self.backprops.items()}
-        found = []
+        parts = []
         for k, block in enumerate(blocks):
-            own = {key: (moments[k], number) for key, (moments, number) in activations.items()}
+            moments_of_block = {key: (moments[k], number) for key, (moments, number) in activations.items()}
             sent = {key: moments[k] for key, moments in backprops.items()}
-            found.append(replace(self, scheme=block.scheme, activations=own, backprops=sent))
-        return found
+            parts.append(replace(self, scheme=block.scheme, activations=moments_of_block, backprops=sent))
+        return parts
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for reading, (moment, number) in self.activations.items():
             key, entries = "".join("ny"[flag] for flag in reading), moment.entries
-            found[key + "a"] = moment.to_sum(rank, size)
-            found[key + "b"] = self.backprops[reading].to_sum(rank, size)
-            found[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
+            tensors[key + "a"] = moment.to_sum(rank, size)
+            tensors[key + "b"] = self.backprops[reading].to_sum(rank, size)
+            tensors[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
         if any(kind.is_diagonal for kind in self.scheme.kinds):
-            found["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
-        new = next(iter(found.values())).new_tensor
-        return found | {"samples": new(self.samples), "rows": new(self.rows)}
+            tensors["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
+        new = next(iter(tensors.values())).new_tensor
+        return tensors | {"samples": new(self.samples), "rows": new(self.rows)}
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Fill empty statistics with the all-reduced `sums`."""

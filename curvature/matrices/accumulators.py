@@ -93,12 +93,12 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         self.total = KroneckerStatistics(scheme)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.by_sample(self.names[0])
-        if found is None:
+        vectors_of_weight = chunk.by_sample(self.names[0])
+        if vectors_of_weight is None:
             return
         new, same = KroneckerStatistics(self.total.scheme), chunk.right is chunk.left
-        left = self._readings(found[0])
-        right = left if same else self._readings(found[1])
+        left = self._readings(vectors_of_weight[0])
+        right = left if same else self._readings(vectors_of_weight[1])
         for reading, vectors in left.items():
             if chunk.first:
                 new.activations[reading] = new.scheme.activations(vectors[0])
@@ -120,11 +120,11 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
             ) from error
         if len(first) == 1:
             return {reading: cast("Sequence[Sequence[Affine]]", vectors) for reading in first}
-        found: dict[Reading, list[list[Affine]]] = {}
+        by_reading: dict[Reading, list[list[Affine]]] = {}
         for terms in vectors:
-            for reading, own in self.total.scheme.readings(terms).items():
-                found.setdefault(reading, []).append(own)
-        return dict(found)
+            for reading, parts in self.total.scheme.readings(terms).items():
+                by_reading.setdefault(reading, []).append(parts)
+        return dict(by_reading)
 
     def result(self, scale: float) -> Kronecker:
         factors = self.total.factors_(scale)
@@ -146,9 +146,9 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
         self.sum = torch.zeros_like(eigen.values)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.by_sample(self.names[0])
-        if found is not None:
-            self.sum += self.basis.products(*found, chunk.weights)
+        vectors = chunk.by_sample(self.names[0])
+        if vectors is not None:
+            self.sum += self.basis.products(*vectors, chunk.weights)
 
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.rows, self.basis.columns
@@ -219,7 +219,7 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
 
     def _split(self, vectors: Vectors) -> Vectors:
         """The terms of each range, as if it were a parameter of its own."""
-        found: dict[str, list[Sequence[Term]]] = {}
+        by_rows: dict[str, list[Sequence[Term]]] = {}
         read = ((name, part) for name in self.names for terms in vectors.get(name, ()) for part in row_ranges(terms))
         for name, part in read:
             if (part.start, part.stop) not in self.parts:
@@ -227,8 +227,8 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
                     f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
                     f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
                 )
-            found.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
-        return found
+            by_rows.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
+        return by_rows
 
     def result(self, scale: float) -> RowBlocks:
         where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}
@@ -243,5 +243,5 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
         ranges = [part.names[0] for part in self.parts.values()]
         if not isinstance(block, RowBlocks) or list(block.blocks) != ranges:
             raise ValueError(f"factors: expected blocks of {', '.join(ranges)}, which are read apart, found {block!r}")
-        found = zip(self.parts.items(), block.blocks.values(), strict=True)
-        return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})
+        pairs = zip(self.parts.items(), block.blocks.values(), strict=True)
+        return RowRangeAccumulator(self.space, {rows: part.refined(of_rows) for (rows, part), of_rows in pairs})

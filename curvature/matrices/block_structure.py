@@ -99,8 +99,8 @@ def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_ch
         if not is_chosen:
             _require_held_size(space, "the exact block", space.size, "dense")
         return StructureAccumulator(structure(space))
-    found = chunk.of(space.names[0])
-    factored = None if found is None else _factored(space, found[0][0], sharing)
+    vectors = chunk.of(space.names[0])
+    factored = None if vectors is None else _factored(space, vectors[0][0], sharing)
     if factored is None and is_chosen:
         raise ValueError(
             f"structure: {space.names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
@@ -143,9 +143,9 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator[
     for piece in apart:
         if piece.start > rows:  # never read
             parts[rows, piece.start] = StructureAccumulator(DiagonalStructure(_rows(space, rows, piece.start)))
-        own = _rows(space, piece.start, rows := piece.stop)
-        scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
-        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerAccumulator(own, scheme)
+        rows_space = _rows(space, piece.start, rows := piece.stop)
+        scheme = Scheme.of(piece.terms, rows_space.shapes, space.dtype, sharing)
+        parts[piece.start, rows] = _exact(rows_space) if scheme is None else KroneckerAccumulator(rows_space, scheme)
     if rows < (end := space.shapes[0][0]):
         parts[rows, end] = StructureAccumulator(DiagonalStructure(_rows(space, rows, end)))
     has_factors = any(isinstance(part, KroneckerAccumulator) for part in parts.values())

@@ -71,7 +71,7 @@ class RowAccumulator(Accumulator[SampleSpace]):
             zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
             none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
             terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
-            self.parts.append((count, {name: [promote(t, dtype) for t in own] for name, own in terms.items()}))
+            self.parts.append((count, {name: [promote(t, dtype) for t in parts] for name, parts in terms.items()}))
 
     def result(self, scale: float) -> SampleSpace:
         zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
@@ -108,12 +108,12 @@ class ThroughOutputs:
 
     def in_sample_space(self, limit: int) -> Operator | None:
         """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
-        found = 0
+        count = 0
 
         def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-            nonlocal found
-            found += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
-            if found > limit:
+            nonlocal count
+            count += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
+            if count > limit:
                 raise NotFewRows
             yield from run.chunks(inject, generator, as_rows=True)
 

@@ -100,7 +100,9 @@ class Block:
         blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
     ) -> list[Any]:
         """`measure` with several blocks of this class, given the terms of each."""
-        return [block.measure(own, samples, rank, world_size) for block, own in zip(blocks, terms, strict=True)]
+        return [
+            block.measure(of_block, samples, rank, world_size) for block, of_block in zip(blocks, terms, strict=True)
+        ]
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         """Statistics of all processes from their all-reduced `sums`."""
@@ -128,7 +130,7 @@ class Block:
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """`solve` with several blocks of this class, given the gradients of each."""
-        return [block.solve(own) for block, own in zip(blocks, gradients, strict=True)]
+        return [block.solve(of_block) for block, of_block in zip(blocks, gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -156,8 +158,8 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves(self.state())
-        return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
+        leaves = pytree.tree_leaves(self.state())
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
     @property
     def expected_bytes(self) -> int:
@@ -247,10 +249,10 @@ STRUCTURES: dict[str, type[Block]] = {}  # by name
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:
     """The places of equal forms together; None is a form of its own wherever it is."""
-    found: dict[Any, list[int]] = {}
+    places: dict[Any, list[int]] = {}
     for k, form in enumerate(forms):
-        found.setdefault((k, None) if form is None else form, []).append(k)
-    return list(found.values())
+        places.setdefault((k, None) if form is None else form, []).append(k)
+    return list(places.values())
 
 
 def debiased_weight(decay: float, updates: int) -> float:

@@ -55,9 +55,9 @@ class DiagonalBlock(StructureBlock):
 
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        wide = [own[0].to(block.dtype) for block, own in zip(blocks, gradients, strict=True)]
-        found = torch._foreach_mul(wide, [block.inverse for block in blocks])
-        return [[u.to(own[0].dtype)] for u, own in zip(found, gradients, strict=True)]
+        wide = [right[0].to(block.dtype) for block, right in zip(blocks, gradients, strict=True)]
+        solutions = torch._foreach_mul(wide, [block.inverse for block in blocks])
+        return [[u.to(right[0].dtype)] for u, right in zip(solutions, gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:

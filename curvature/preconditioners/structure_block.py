@@ -74,14 +74,14 @@ class StructureBlock(Block):
     def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> StructureStatistics:
         """Terms with the same number of samples belong together."""
         first = next(iter(terms.values()))[0]
-        found = StructureStatistics(self.kind(self.space(first.device)), samples)
-        for count in dict.fromkeys(len(term) for own in terms.values() for term in own):
-            alike = {name: [promote(t, self.dtype) for t in own if len(t) == count] for name, own in terms.items()}
-            vectors = {name: [own] for name, own in alike.items() if own}
+        statistics = StructureStatistics(self.kind(self.space(first.device)), samples)
+        for count in dict.fromkeys(len(term) for parts in terms.values() for term in parts):
+            alike = {name: [promote(t, self.dtype) for t in parts if len(t) == count] for name, parts in terms.items()}
+            vectors = {name: [parts] for name, parts in alike.items() if parts}
             weights = torch.ones(count, dtype=self.dtype, device=first.device)
-            found.total.add(Chunk(None, 1, vectors, vectors, weights, True, {}, None))
-            found.rows += count
-        return found
+            statistics.total.add(Chunk(None, 1, vectors, vectors, weights, True, {}, None))
+            statistics.rows += count
+        return statistics
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> StructureStatistics:
         samples, rows = sums["counts"].tolist()
@@ -105,9 +105,9 @@ class StructureBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         dampings = [block.own_damping(share) if damping is None else damping for block in blocks]
-        inverses = [block.inverse_of(block.average, own) for block, own in zip(blocks, dampings, strict=True)]
-        for block, inverse, own in zip(blocks, inverses, dampings, strict=True):
-            block.inverse, block.inverted, block.damping = inverse, block.average, own
+        inverses = [block.inverse_of(block.average, added) for block, added in zip(blocks, dampings, strict=True)]
+        for block, inverse, added in zip(blocks, inverses, dampings, strict=True):
+            block.inverse, block.inverted, block.damping = inverse, block.average, added
 
     def own_damping(self, share: float) -> float:
         """A share of the mean eigenvalue, and more where few rows were seen."""

@@ -69,7 +69,7 @@ def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Te
     """Gradients (N, P) of samples from their terms, zero for parameters that have none."""
     zeros = lambda size: torch.zeros(count, size, dtype=space.dtype, device=space.device)
     parts = zip(space.names, space.sizes, strict=True)
-    flat = lambda own: gradients(own).reshape(count, -1).to(space.device, space.dtype)
+    flat = lambda parts_of: gradients(parts_of).reshape(count, -1).to(space.device, space.dtype)
     return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
 
 
