@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.factors import Product, Reading, Scheme
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, for_groups
+from curvature.kronecker.sides import Side, for_groups
 
 
 @dataclass
 class KroneckerStatistics:
-    """Sums of outer products of activations and backprops, by reading of the weight, as the builders add them up."""
+    """Sums of outer products of activations and backprops, as sides of products, by reading of the weight."""
 
     scheme: Scheme
     # with the number of summands, of all groups or of each (g,)
-    activations: dict[Reading, tuple[Any, int | Tensor]] = field(default_factory=dict)
-    backprops: dict[Reading, Any] = field(default_factory=dict)
+    activations: dict[Reading, tuple[Side, int | Tensor]] = field(default_factory=dict)
+    backprops: dict[Reading, Side] = field(default_factory=dict)
+    samples: float = 0.0
+    rows: tuple[float, float] = (0.0, 0.0)  # summands of each side: backprops and activations, unless these are flipped
+    looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
 
     def add_(self, other: Any) -> None:
         """Add other statistics, which must not be used any more."""
@@ -35,38 +38,14 @@ class KroneckerStatistics:
         for reading, moment in other.backprops.items():
             known = reading in self.backprops
             self.backprops[reading] = moment.add_(self.backprops[reading]) if known else moment
-
-    def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
-        """The factors of outputs and of inputs, backprops multiplied by `scale`; the sums are used up."""
-        products: list[tuple[Tensor, Tensor]] = []
-        for reading, (moment, number) in self.activations.items():
-            mean, outer = moment.div_(divisor(number, moment)), self.backprops[reading].mul_(scale)
-            products.append((mean, outer) if reading.flipped else (outer, mean))
-        if len(products) == 1:
-            return products[0]
-        forms = [DiagonalSide if kind.is_diagonal else DenseSide for kind in self.scheme.kinds]
-        rows, columns = merge_products([(forms[0](rows), forms[1](columns)) for rows, columns in products])
-        return rows.entries, columns.entries
-
-
-@dataclass
-class SideStatistics(KroneckerStatistics):
-    """What the optimizers add up: moments as sides of products, with the number of samples."""
-
-    samples: float = 0.0
-    rows: tuple[float, float] = (0.0, 0.0)  # summands of each side: backprops and activations, unless these are flipped
-    looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
-
-    def scale_vectors_(self, times: float) -> None:
-        """Rescale as if the vectors had been `times` as long."""
-        self.backprops = {reading: moment.scaled(times**2) for reading, moment in self.backprops.items()}
-
-    def add_(self, other: Any) -> None:
-        super().add_(other)
         self.samples += other.samples
         self.rows = self.rows[0] + other.rows[0], self.rows[1] + other.rows[1]
         if other.looked_up is not None:
             self.looked_up = other.looked_up if self.looked_up is None else self.looked_up + other.looked_up
+
+    def scale_vectors_(self, times: float) -> None:
+        """Rescale as if the vectors had been `times` as long."""
+        self.backprops = {reading: moment.scaled(times**2) for reading, moment in self.backprops.items()}
 
     def factors(self, scale: float) -> Product:
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from curvature.gradients import layers_of
-from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
+from curvature.kronecker import Affine, Basis, DenseSide, DiagonalSide, KroneckerStatistics, Reading, Scheme, Side
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
 from curvature.structures import Chunk, DiagonalStructure, Structure, Vectors
@@ -101,11 +102,12 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         right = left if same else self._readings(vectors_of_weight[1])
         for reading, vectors in left.items():
             if chunk.first:
-                new.activations[reading] = new.scheme.activations(vectors[0])
+                moment, number = new.scheme.activations(vectors[0])
+                new.activations[reading] = _whole_side(moment), number
             part = new.scheme.backprops(vectors, None if same else right[reading], chunk.scales)
             if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
                 part = (part + part.mT) / 2
-            new.backprops[reading] = part
+            new.backprops[reading] = _whole_side(part)
         self.total.add_(new)
 
     def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
@@ -127,13 +129,18 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         return dict(by_reading)
 
     def result(self, scale: float) -> Kronecker:
-        factors = self.total.factors_(scale)
-        return Kronecker(self.space, self.total.scheme.arrangement, *factors, is_symmetric=True)
+        rows, columns = (side.unpacked().entries for side in self.total.factors(scale))
+        return Kronecker(self.space, self.total.scheme.arrangement, rows, columns, is_symmetric=True)
 
     def refined(self, block: Any) -> Accumulator[Any]:
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
+
+
+def _whole_side(moment: Tensor) -> Side:
+    """All entries of a moment: sums over data are not stored as triangles."""
+    return DiagonalSide(moment) if moment.ndim == 2 else DenseSide(moment)
 
 
 class EigenAccumulator(Accumulator[EigenKronecker]):

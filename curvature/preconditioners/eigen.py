@@ -32,7 +32,7 @@ def _squares(basis: kronecker.Basis, terms: Sequence[Any], rank: int, world_size
 
 
 @dataclass
-class EigenStatistics(kronecker.SideStatistics):
+class EigenStatistics(kronecker.KroneckerStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured."""
 
     basis: Matrices | None = None  # None if there was none yet

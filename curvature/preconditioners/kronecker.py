@@ -40,7 +40,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "sparsity", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
-    statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
+    statistics: type[kronecker.KroneckerStatistics] = kronecker.KroneckerStatistics
     sparsity = (0.0, 0.0)  # one over the number of rows that the average of each side rests on
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
     unseen: Tensor | None = None  # of tables: one look-up as a share of all in the average, by side (2,)
