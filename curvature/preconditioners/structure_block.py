@@ -16,6 +16,8 @@ from curvature.preconditioners.block import STRUCTURES, Block, Due
 from curvature.structures import FORMS, Chunk, Structure, averaged_sparsity, shrinkage
 from curvature.terms import Term, promote
 
+COUNTS = "samples, rows"  # the name of a sum beside those of the structure
+
 
 @dataclass
 class StructureStatistics:
@@ -35,7 +37,7 @@ class StructureStatistics:
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         new = next(iter(self.total.tensors.values())).new_tensor
-        return {**self.total.tensors, "counts": new([self.samples, self.rows])}
+        return {**self.total.tensors, COUNTS: new([self.samples, self.rows])}
 
 
 class StructureBlock(Block):
@@ -84,9 +86,9 @@ class StructureBlock(Block):
         return statistics
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> StructureStatistics:
-        samples, rows = sums["counts"].tolist()
-        tensors = {name: x for name, x in sums.items() if name != "counts"}
-        return StructureStatistics(self.kind(self.space(sums["counts"].device), tensors), samples, rows)
+        samples, rows = sums[COUNTS].tolist()
+        tensors = {name: x for name, x in sums.items() if name != COUNTS}
+        return StructureStatistics(self.kind(self.space(sums[COUNTS].device), tensors), samples, rows)
 
     def means(self, statistics: StructureStatistics) -> tuple[Structure, list[Tensor], list[Tensor]] | None:
         if not statistics.samples or not statistics.total.tensors:
@@ -122,8 +124,10 @@ class StructureBlock(Block):
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
         self.has_correlations = False
-        yield
-        self.has_correlations = True
+        try:
+            yield
+        finally:
+            self.has_correlations = True
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from curvature.recording import is_within
 from curvature.structures.dense import DenseStructure
@@ -24,19 +25,15 @@ class Choices:
 
     Raises:
         ValueError: a structure of another name, or no parameter is below a name.
-        TypeError: neither a name nor a `Structure`.
+        TypeError: neither a name nor a `Structure` that has one.
     """
 
     def __init__(
         self, structure: Mapping[str, Choice] | None, names: Iterable[str], factored: tuple[str, ...] = ("kronecker",)
     ) -> None:
         self.chosen, names = dict(structure or {}), list(names)
-        known = (*factored, *BUILT_IN)
         for key, choice in self.chosen.items():
-            if isinstance(choice, str) and choice not in known:
-                raise ValueError(f"structure: {key!r} has {choice!r}; expected one of {', '.join(known)}, or a class")
-            if not isinstance(choice, str) and not (isinstance(choice, type) and issubclass(choice, Structure)):
-                raise TypeError(f"structure: {key!r} has {choice!r}; expected a name, or a subclass of Structure")
+            _require_structure(key, choice, factored)
             if not any(is_within(name, key) for name in names):
                 layers = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
                 raise ValueError(
@@ -53,3 +50,17 @@ class Choices:
     def by_name(self) -> dict[str, str]:
         """The names of the structures, for checkpoints."""
         return {key: choice if isinstance(choice, str) else choice.name for key, choice in self.chosen.items()}
+
+
+def _require_structure(key: str, choice: Any, factored: Collection[str]) -> None:
+    if isinstance(choice, str):
+        known = (*factored, *BUILT_IN)
+        if choice not in known:
+            raise ValueError(f"structure: {key!r} has {choice!r}; expected one of {', '.join(known)}, or a class")
+        return
+    if not (isinstance(choice, type) and issubclass(choice, Structure)):
+        raise TypeError(f"structure: {key!r} has {choice!r}; expected a name, or a subclass of Structure")
+    if not hasattr(choice, "name"):
+        raise TypeError(f"structure: {choice!r} has no name, by which checkpoints and reports tell it")
+    if choice.name in factored:
+        raise ValueError(f"structure: {choice!r} has the name of Kronecker factors, {choice.name!r}; choose another")

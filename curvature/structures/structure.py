@@ -91,7 +91,10 @@ class Structure(ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            FORMS[cls.name] = cls
+            other = FORMS.setdefault(cls.name, cls)
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"name: {other.__qualname__} is called {cls.name!r}, too; checkpoints tell them by it")
+            FORMS[cls.name] = cls  # the newer, if a notebook defines it again
 
     def __init__(self, space: Space, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.space = space

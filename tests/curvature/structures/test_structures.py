@@ -40,6 +40,12 @@ class Multiple(curvature.Structure):
         return self.tensors["trace"]
 
 
+class Named(Multiple):
+    """Has the name of a built-in one."""
+
+    name = "kronecker"
+
+
 def problem(device: str = "cpu") -> tuple[nn.Sequential, Tensor, Tensor]:
     """A layer that is read at two places of a sample, a norm, and a head."""
     with seeded(0):
@@ -132,6 +138,39 @@ def test_resumed_runs_are_the_same(choice: Any):
         KFAC(problem()[0], inject=curvature.isotropic(3)).load_state_dict(resumed.state_dict())
 
 
+@pytest.mark.parametrize(
+    "options", [{"adaptive": True}, {"inject": curvature.empirical()}, {"sharing": "reduce"}], ids=repr
+)
+def test_steps_of_every_kind(options: Any):
+    model, x, y = problem()
+    opt = KFAC(model, structure={"4": "dense", "0.weight": Multiple}, **options)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    first = float(closure().detach())
+    for _ in range(15):
+        opt.step(closure)
+    assert float(closure().detach()) < 0.8 * first
+    assert {block.structure for block in opt.store.blocks} >= {"dense", "multiple"}
+
+
+def test_failed_decompositions_leave_the_diagonal(monkeypatch: pytest.MonkeyPatch):
+    def fails(self: Any, damping: float) -> Any:
+        raise torch.linalg.LinAlgError
+
+    monkeypatch.setattr(DenseStructure, "inverse", fails)
+    model, opt = stepped(KFAC, {"4": "dense"}, damping=0.1)
+    block = block_of(opt.store, model, "4.weight")
+    ones = [torch.ones(3, 6).double(), torch.ones(3).double()]
+    found = torch.cat([u.flatten() for u in block.solve(ones)])
+    torch.testing.assert_close(found, 1 / (block.average.operator().diagonal() + 0.1))
+    assert block.has_correlations and block.failures == 1
+
+
 def test_reports_name_it():
     _, opt = stepped(KFAC, {"4": Multiple, "0": "diagonal"})
     report = str(opt.report())
@@ -147,6 +186,12 @@ def test_what_is_refused():
             make({"4": "sparse"})
         with pytest.raises(TypeError, match="'4' has <class 'int'>; expected a name, or a subclass of Structure"):
             make({"4": int})
+        with pytest.raises(TypeError, match="has no name, by which checkpoints"):
+            make({"4": type("Nameless", (Multiple.__mro__[1],), {})})
+        with pytest.raises(ValueError, match="has the name of Kronecker factors, 'kronecker'"):
+            make({"4": Named})
+    with pytest.raises(ValueError, match="Multiple is called 'multiple', too"):
+        type("Other", (Multiple,), {"name": "multiple"})
     with pytest.raises(ValueError, match=r"structure: 2\.weight has no Kronecker factors"):
         stepped(KFAC, {"2": "kronecker"})
     opt = KFAC(model, structure={"4": "dense"})
