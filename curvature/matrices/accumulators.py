@@ -45,7 +45,7 @@ class Accumulator(Generic[Result]):
         """The operator on the block's parameters; the sum is used up."""
         raise NotImplementedError
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
         if isinstance(block, Kronecker | EigenKronecker | RowBlocks):
             raise ValueError(
@@ -132,7 +132,7 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         rows, columns = (side.unpacked().entries for side in self.total.factors(scale))
         return Kronecker(self.space, self.total.scheme.arrangement, rows, columns, is_symmetric=True)
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
@@ -200,14 +200,14 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
             block = factors.blocks.get(names[0])
             if block is None or block.space.names != names:
                 raise ValueError(f"factors: there is no block of {', '.join(names)}")
-            return self.make(names, chunk).refined(block)
+            return self.make(names, chunk).refine(block)
 
         return LayersAccumulator(self.space, make, self.alone)
 
-    def refined(self, block: BlockDiagonal) -> LayersAccumulator:
+    def refine(self, block: BlockDiagonal) -> LayersAccumulator:
         again = LayersAccumulator(self.space, self.make, self.alone)
         again.waiting = list(self.waiting)
-        again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
+        again.parts = {names: part.refine(block.blocks[names[0]]) for names, part in self.parts.items()}
         return again
 
 
@@ -246,9 +246,9 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
         inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
         return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         ranges = [part.names[0] for part in self.parts.values()]
         if not isinstance(block, RowBlocks) or list(block.blocks) != ranges:
             raise ValueError(f"factors: expected blocks of {', '.join(ranges)}, which are read apart, found {block!r}")
         pairs = zip(self.parts.items(), block.blocks.values(), strict=True)
-        return RowRangeAccumulator(self.space, {rows: part.refined(of_rows) for (rows, part), of_rows in pairs})
+        return RowRangeAccumulator(self.space, {rows: part.refine(of_rows) for (rows, part), of_rows in pairs})

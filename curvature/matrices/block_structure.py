@@ -45,18 +45,18 @@ def seed_of(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def collected(
+def collect(
     passes: Passes,
     inject: Injection,
     seed: int,
     accumulator: Accumulator[Result],
     chunks: Chunks = RecordedBatch.chunks,
 ) -> Result:
-    """The operator of an accumulator, after one pass over the data: see `summed`."""
-    return accumulator.result(summed(passes, inject, seed, accumulator, chunks))
+    """The operator of an accumulator, after one pass over the data: see `add_up`."""
+    return accumulator.result(add_up(passes, inject, seed, accumulator, chunks))
 
 
-def summed(
+def add_up(
     passes: Passes,
     inject: Injection,
     seed: int,

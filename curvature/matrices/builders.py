@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from curvature.gradients import either_form
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import StructureAccumulator
-from curvature.matrices.block_structure import by_layers, collected, require_injection, seed_of, summed
+from curvature.matrices.block_structure import add_up, by_layers, collect, require_injection, seed_of
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated
@@ -78,7 +78,7 @@ def fisher_diagonal(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     diagonal = DiagonalStructure(source.space)
-    scale = summed(source, inject, seed_of(generator), StructureAccumulator(diagonal), diagonal_chunks)
+    scale = add_up(source, inject, seed_of(generator), StructureAccumulator(diagonal), diagonal_chunks)
     diagonal.scale_(scale)
     return diagonal.by_name()
 
@@ -110,7 +110,7 @@ def fisher_blocks(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = by_layers(source.space, DenseStructure, "expand", structure)
-    return collected(source, inject, seed_of(generator), sums)
+    return collect(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -248,7 +248,7 @@ def kfac(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    return collected(source, inject, seed_of(generator), sums)
+    return collect(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -282,5 +282,5 @@ def ekfac(
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     passes, seed = Repeated(source, inject), seed_of(generator)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    again = sums.refined(collected(passes, inject, seed, sums)) if factors is None else sums.within(factors)
-    return collected(passes, inject, seed, again)
+    again = sums.refine(collect(passes, inject, seed, sums)) if factors is None else sums.within(factors)
+    return collect(passes, inject, seed, again)

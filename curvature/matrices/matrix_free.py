@@ -14,7 +14,7 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
 from curvature.matrices.accumulators import Accumulator, StructureAccumulator
-from curvature.matrices.block_structure import collected
+from curvature.matrices.block_structure import collect
 from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
@@ -99,12 +99,12 @@ class ThroughOutputs:
 
     def diagonal(self) -> Tensor:
         sums = StructureAccumulator(DiagonalStructure(self.space))
-        return collected(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
+        return collect(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
         sums = StructureAccumulator(DenseStructure(self.space))
-        return collected(self.passes, self.inject, self.seed, sums).to_dense()
+        return collect(self.passes, self.inject, self.seed, sums).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
         """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
@@ -118,7 +118,7 @@ class ThroughOutputs:
             yield from run.chunks(inject, generator, as_rows=True)
 
         try:
-            return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
+            return collect(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
         except NotFewRows:
             return None
 

@@ -247,7 +247,7 @@ class Block:
 STRUCTURES: dict[str, type[Block]] = {}  # by name
 
 
-def grouped(forms: Sequence[Any]) -> list[list[int]]:
+def group(forms: Sequence[Any]) -> list[list[int]]:
     """The places of equal forms together; None is a form of its own wherever it is."""
     places: dict[Any, list[int]] = {}
     for k, form in enumerate(forms):
@@ -286,7 +286,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     """
     seen = [leaf for block in blocks for leaf in block.leaves if leaf.updates]
     with full_precision():
-        for places in grouped([type(b) for b in seen]):
+        for places in group([type(b) for b in seen]):
             alike = [seen[k] for k in places]
             failed: list[Block] = []
             if not _succeeds(alike, share, damping, due):

@@ -19,7 +19,7 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative_changes
+from curvature.preconditioners.block import Block, BlockStatistics, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -148,7 +148,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         tokens and samples in this order into one axis. A use whose gradients do not tell is asked again; a pass of a
         single sample says nothing.
         """
-        keyed = _keyed(tape)
+        keyed = _number_uses(tape)
         new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
         tensors = [x for x in outputs if isinstance(x, Tensor) and x.shape[:1] == (count,) and x.requires_grad]
         for x in tensors if any(new) else ():
@@ -161,7 +161,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
         """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample."""
         layouts: list[Iterable[Layout]] = []
-        for key, use in _keyed(tape):
+        for key, use in _number_uses(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
                 candidates = sorted(candidates, key=functools.partial(_difference, known))
@@ -342,7 +342,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         split = [pair for block in seen for pair in block.split_terms(terms)]
         measured: dict[int, BlockStatistics | None] = {}
         with full_precision():
-            for alike in grouped([type(leaf) for leaf, _ in split]):
+            for alike in group([type(leaf) for leaf, _ in split]):
                 leaves, each = zip(*(split[k] for k in alike), strict=True)
                 measured |= zip(alike, leaves[0].measure_all(leaves, each, count, rank, world_size), strict=True)
         return CurvatureStatistics(
@@ -437,7 +437,7 @@ def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip([*changes, ""], torch.cat([each, each.sum(0, keepdim=True)]).square().sum(1), strict=True))
 
 
-def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
+def _number_uses(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
     """The uses with the names of their parameters, and how many uses of these came before."""
     numbers: dict[frozenset[str], int] = {}
     keyed = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.preconditioners.block import Block, Due, grouped
+from curvature.preconditioners.block import Block, Due, group
 from curvature.preconditioners.structure_block import StructureBlock
 from curvature.structures import DiagonalStructure
 
@@ -36,7 +36,7 @@ class DiagonalBlock(StructureBlock):
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
-        for places in grouped([(b.dtype, b.values.device) for b in blocks]):
+        for places in group([(b.dtype, b.values.device) for b in blocks]):
             alike = [blocks[k] for k in places]
             damped = torch.cat([b.values.flatten() for b in alike])
             if damping is None:

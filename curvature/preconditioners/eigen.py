@@ -142,7 +142,7 @@ class EigenBlock(KroneckerBlock):
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             value_weight = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
-            self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, value_weight)
+            self.values = self.values.lerp(self._even_out(statistics.squares_in(basis), basis) / count, value_weight)
             self.is_outdated = not self.seen
             self.seen += 1
         return super().update(statistics, means, decay, weight)
@@ -170,7 +170,7 @@ class EigenBlock(KroneckerBlock):
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
             carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
-            self.values = self._evened(carried, (rows, columns))
+            self.values = self._even_out(carried, (rows, columns))
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
         if not self.seen:
             self.values = b * a
@@ -184,7 +184,7 @@ class EigenBlock(KroneckerBlock):
         inverted = 1 / (values + shift_b * a + shift_a * b + shift_a * shift_b + damping)
         self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
-    def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
+    def _even_out(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
         for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
             if matrix.vectors is not None and eigenvalues is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import ByDevice
-from curvature.preconditioners.block import Block, Due, grouped
+from curvature.preconditioners.block import Block, Due, group
 from curvature.structures import averaged_sparsity, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -113,7 +113,7 @@ class KroneckerBlock(Block):
     ) -> list[Any]:
         """Small blocks of one layout are measured as the groups of one."""
         measured: dict[int, Any] = {}
-        for alike in grouped([block.joint_form(of_block) for block, of_block in zip(blocks, terms, strict=True)]):
+        for alike in group([block.joint_form(of_block) for block, of_block in zip(blocks, terms, strict=True)]):
             if len(alike) == 1:
                 measured[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
                 continue

@@ -70,10 +70,10 @@ class ResidualBlock:
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
     """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
-    return [next(sums) if block.diagonal is None else _inverted(block.diagonal, damping) for block in blocks]
+    return [next(sums) if block.diagonal is None else _invert(block.diagonal, damping) for block in blocks]
 
 
-def _inverted(diagonal: Tensor, damping: float) -> Tensor:
+def _invert(diagonal: Tensor, damping: float) -> Tensor:
     if not diagonal.numel():
         return diagonal
     floor = torch.finfo(diagonal.dtype).eps * diagonal.amax()

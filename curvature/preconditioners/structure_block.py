@@ -167,11 +167,11 @@ class StructureBlock(Block):
     def after_restore(self) -> None:
         self.kind = FORMS[self.structure]
         self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
-        self.average, self.inverted = map(self._restored, (self.average, self.inverted))
+        self.average, self.inverted = map(self._restore, (self.average, self.inverted))
         if self.inverted is not None:
             self.inverse = self.inverse_of(self.inverted, self.damping)
 
-    def _restored(self, tensors: Any) -> Structure | None:
+    def _restore(self, tensors: Any) -> Structure | None:
         if not tensors:
             return None
         return self.kind(self.space(next(iter(tensors.values())).device), tensors)
