@@ -53,6 +53,7 @@ from curvature.operators import (
 )
 from curvature.preconditioners import LeastSquares
 from curvature.recording import FunctionModel, Tape, Use, capture
+from curvature.structures import Structure
 from curvature.uses import (
     KroneckerProjection,
     LaplacePosterior,
@@ -72,8 +73,8 @@ from curvature.uses import (
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "FunctionModel", "Injection", "Jacobian",
     "Kronecker", "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree",
-    "NoiseScale", "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use",
-    "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
+    "NoiseScale", "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Structure", "Tape",
+    "Use", "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
     "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
     "gradient_noise_scale", "hessian", "influence",
     "influence_by_parameter", "influence_by_place", "isotropic", "kept", "kfac", "lanczos_eigenvalues",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from curvature.arguments import check_whole
 from curvature.losses import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
+from curvature.structures import Choice, Choices
 from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
@@ -90,6 +91,9 @@ class KFAC(SecondOrderOptimizer):
             backprops of the training loop's own backward pass, for a loss that is a mean over samples, or a sum if
             `loss` says so by ``reduction="sum"``. Weights of samples or classes count squared there.
         sharing: "expand" or "reduce", for weights used at several positions of a sample.
+        structure: another structure for some layers: "diagonal", "dense", "kronecker", "eigen", or a class of your own
+            (`curvature.Structure`), by the name of a module or parameter, as ``{"head": "diagonal"}``; see
+            `curvature.kfac`. A dense block of p parameters takes p^2 numbers and p^3 operations.
         block_size: of the Kronecker factors with more rows than that (of a bias aside), only diagonal blocks of that
             size are kept: four of them for the 4 d outputs of a transformer's MLP with ``block_size=d``. They are
             inverted in a fraction of the time. None: factors are whole. Those of more than 2,048 rows are sketches
@@ -119,7 +123,8 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float | None = None,
         weight_decay: float | None = None, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
-        block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
+        structure: Mapping[str, Choice] | None = None, block_size: int | None = None, adaptive: bool = False,
+        factor_decay: float = 0.9,
         factor_every: int | None = None, decompose_every: int | None = None,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
         groups: Iterable[dict[str, Any]] = (),
@@ -134,15 +139,16 @@ class KFAC(SecondOrderOptimizer):
         intervals = [ADAPTIVE_INTERVAL if adaptive and x is None else x for x in plain]
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
-            "sharing": sharing, "block_size": block_size, "adaptive": adaptive,
+            "sharing": sharing, "structure": structure, "block_size": block_size, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(model, options | arguments)
+        self.choices = Choices(structure, dict(own.named_parameters()), ("kronecker", "eigen"))
         rule = TrustRegionStep(Momentum())
         super().__init__(
             own, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
-            store=BlockDiagonalCurvature(sharing, self.structure, block_size),
+            store=BlockDiagonalCurvature(sharing, self.structure, block_size, self.choices),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
@@ -154,6 +160,8 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
         if not inject.is_isotropic:
             raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
+        if self.arguments["structure"]:
+            raise ValueError("structure: residuals have Kronecker factors in all layers; leave it out")
         if self.arguments["block_size"] is not None:
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
         if sharing != "expand":
@@ -162,7 +170,8 @@ class KFAC(SecondOrderOptimizer):
 
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
-        return {"curvature": self.structure, **own, "step_rule": type(self.rule).__name__}
+        structure = {"curvature": self.structure, "structure": self.choices.by_name()}
+        return structure | own | {"step_rule": type(self.rule).__name__}
 
 
 class EKFAC(KFAC):

@@ -267,7 +267,7 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
     def rearranged(vector: LayerVector, known: Named) -> Tensor:
         rows = vector.rows[number][at]
         x = here.to_matrices(family.split(rows)).to(dtype)
-        u = inverse(x.reshape(-1, outputs, inputs), own=len(here.shapes) > 1).view_as(x)
+        u = inverse(x.reshape(-1, outputs, inputs), in_place=len(here.shapes) > 1).view_as(x)
         return family.joined(here.from_matrices(u)).to(rows.dtype)
 
     return rearranged

@@ -18,12 +18,12 @@ from curvature.kronecker.inverses import (
     factored_inverses,
     invert_kronecker_sums,
 )
-from curvature.kronecker.sides import DiagonalSide, Side, nonzero_or_one
-from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics
+from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, nonzero_or_one
+from curvature.kronecker.statistics import KroneckerStatistics
 
 __all__ = [
-    "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
-    "KroneckerSumInverse", "LowRankMatrix", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics",
+    "Affine", "Basis", "DenseSide", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
+    "KroneckerSumInverse", "LowRankMatrix", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side",
     "by_length", "carry_diagonal", "count_rows", "eigen_inverses", "eigenbases", "factored_inverses",
     "inverse_of_state", "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

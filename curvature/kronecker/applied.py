@@ -35,11 +35,11 @@ class Matrix:
         """Of a basis, as columns (g, d, d); None where these are the axes."""
         return None
 
-    def left(self, x: Tensor, own: bool = False) -> Tensor:
+    def left(self, x: Tensor, in_place: bool = False) -> Tensor:
         """The product with x (g, d, i) from the left."""
         raise NotImplementedError
 
-    def right(self, x: Tensor, own: bool = False) -> Tensor:
+    def right(self, x: Tensor, in_place: bool = False) -> Tensor:
         """The product with x (g, o, d) from the right."""
         raise NotImplementedError
 
@@ -81,10 +81,10 @@ class DiagonalMatrix(Matrix):
 
     name = "diagonal"
 
-    def left(self, x: Tensor, own: bool = False) -> Tensor:
+    def left(self, x: Tensor, in_place: bool = False) -> Tensor:
         return self.entries[:, :, None] * x
 
-    def right(self, x: Tensor, own: bool = False) -> Tensor:
+    def right(self, x: Tensor, in_place: bool = False) -> Tensor:
         return x * self.entries[:, None, :]
 
     def spectrum(self) -> Tensor:
@@ -105,10 +105,10 @@ class DenseMatrix(Matrix):
     def vectors(self) -> Tensor:
         return self.entries
 
-    def left(self, x: Tensor, own: bool = False) -> Tensor:
+    def left(self, x: Tensor, in_place: bool = False) -> Tensor:
         return torch.bmm(self.entries, x)
 
-    def right(self, x: Tensor, own: bool = False) -> Tensor:
+    def right(self, x: Tensor, in_place: bool = False) -> Tensor:
         return torch.bmm(x, self.entries)
 
     @property
@@ -127,10 +127,10 @@ class BlockMatrix(DenseMatrix):
 
     name = "blocks"
 
-    def left(self, x: Tensor, own: bool = False) -> Tensor:
+    def left(self, x: Tensor, in_place: bool = False) -> Tensor:
         return torch.cat([self.entries[:, rows, rows] @ x[:, rows] for rows in ranges(self.sizes)], 1)
 
-    def right(self, x: Tensor, own: bool = False) -> Tensor:
+    def right(self, x: Tensor, in_place: bool = False) -> Tensor:
         return torch.cat([x[:, :, rows] @ self.entries[:, rows, rows] for rows in ranges(self.sizes)], 2)
 
     @property
@@ -156,12 +156,12 @@ class LowRankMatrix(Matrix):
 
     name = "low rank"
 
-    def left(self, x: Tensor, own: bool = False) -> Tensor:
-        out = x if own else x.clone()
+    def left(self, x: Tensor, in_place: bool = False) -> Tensor:
+        out = x if in_place else x.clone()
         return out.baddbmm_(self.entries, self.entries.mT @ x, alpha=-1).mul_(self.scale)
 
-    def right(self, x: Tensor, own: bool = False) -> Tensor:
-        out = x if own else x.clone()
+    def right(self, x: Tensor, in_place: bool = False) -> Tensor:
+        out = x if in_place else x.clone()
         return out.baddbmm_(x @ self.entries, self.entries.mT, alpha=-1).mul_(self.scale)
 
     def spectrum(self) -> Tensor:
@@ -180,10 +180,10 @@ class KroneckerInverse:
 
     name: ClassVar[str] = "factored"
 
-    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, in_place: bool = False) -> Tensor:
         """The product with x (g, o, i), in place if x is our own."""
         with own_precision(x):
-            return self.columns.right(self.rows.left(x, own), True)
+            return self.columns.right(self.rows.left(x, in_place), True)
 
     def transposed(self) -> Any:
         """The same for transposed matrices (g, i, o)."""
@@ -213,7 +213,8 @@ class KroneckerInverse:
 
     def parts(self, count: int) -> list[Any]:
         """What was `stacked`, in its memory."""
-        return [self.with_tensors(*own) for own in zip(*(t.chunk(count) for t in self.tensors()), strict=True)]
+        chunks = (t.chunk(count) for t in self.tensors())
+        return [self.with_tensors(*tensors) for tensors in zip(*chunks, strict=True)]
 
     def owned(self) -> Any:
         """The same with `Matrix.owned`."""
@@ -221,8 +222,8 @@ class KroneckerInverse:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, see `inverse_of_state`."""
-        own = {key: x.state() if isinstance(x, Matrix) else x for key, x in vars(self).items()}
-        return {"kind": self.name, **own}
+        plain = {key: x.state() if isinstance(x, Matrix) else x for key, x in vars(self).items()}
+        return {"kind": self.name, **plain}
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +234,7 @@ class EigenInverse(KroneckerInverse):
 
     name = "eigen"
 
-    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, in_place: bool = False) -> Tensor:
         with own_precision(x):
             inner = self.columns.right(self.rows.T.left(x)).mul_(self.values)
             return self.columns.T.right(self.rows.left(inner))
@@ -253,7 +254,7 @@ class PartialEigenInverse(EigenInverse):
     name = "partial eigen"
     form = None
 
-    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, in_place: bool = False) -> Tensor:
         """The product outside both bases, plus the differences within the one, the other, and both."""
         rows, columns, values = self.rows.entries, self.columns.entries, self.values
         outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
@@ -269,8 +270,8 @@ INVERSES = {kind.name: kind for kind in (KroneckerInverse, EigenInverse, Partial
 def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
     """The inverse with this `state`."""
     made = lambda kinds, kind, **fields: kinds[kind](**fields)
-    own = {key: made(MATRICES, **x) if isinstance(x, Mapping) else x for key, x in state.items()}
-    return cast("KroneckerInverse", made(INVERSES, **own))
+    parts = {key: made(MATRICES, **x) if isinstance(x, Mapping) else x for key, x in state.items()}
+    return cast("KroneckerInverse", made(INVERSES, **parts))
 
 
 def ranges(blocks: Sequence[int]) -> Iterator[slice]:

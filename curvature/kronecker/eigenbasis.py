@@ -126,11 +126,11 @@ class Basis:
     def _gradients(self, terms: Sequence[Term], part: slice) -> Tensor:
         """Rotated gradients (n, g, o, i) of some samples; a bias is read only where the weight is."""
         some = [term.samples(part) for term in terms]
-        found = [gradients(some)]
+        parts = [gradients(some)]
         for shape in self.scheme.arrangement.shapes[1:]:
             bias = [_backprops(term).sum(1) for term in some if not isinstance(term, Biasless) and term.has_bias]
-            found.append(sum_in_place(bias).reshape(-1, *shape) if bias else found[0].new_zeros(len(some[0]), *shape))
-        x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in found])
+            parts.append(sum_in_place(bias).reshape(-1, *shape) if bias else parts[0].new_zeros(len(some[0]), *shape))
+        x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in parts])
         return two_sided(None if self.rows is None else self.rows.mT, x, self.columns)
 
 

@@ -104,10 +104,10 @@ class Scheme:
         """
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
-        found = [term for term in terms if isinstance(term, Affine)]
-        if not found:
+        affine = [term for term in terms if isinstance(term, Affine)]
+        if not affine:
             return None
-        first = next((term for term in found if not isinstance(term, IndexedRows)), found[0])
+        first = next((term for term in affine if not isinstance(term, IndexedRows)), affine[0])
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # the bias is broadcast
@@ -168,13 +168,13 @@ class Scheme:
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
         """The terms by their reading of the weight; ValueError for one that does not read it in this arrangement."""
-        found: dict[Reading, list[Affine]] = {}
+        by_reading: dict[Reading, list[Affine]] = {}
         for term in terms:
             reading = self.reading(term)
             if reading is None or not isinstance(term, Affine):
                 raise ValueError(f"a weight of shape {self.arrangement.shapes[0]} is read in another form than before")
-            found.setdefault(reading, []).append(term)
-        return found
+            by_reading.setdefault(reading, []).append(term)
+        return by_reading
 
     def activations(self, terms: Sequence[Affine]) -> tuple[Tensor, int | Tensor]:
         """``sum_nt a a^T`` ("expand") or ``sum_n (mean_t a)(mean_t a)^T`` ("reduce") over the terms of one reading.
@@ -194,9 +194,9 @@ class Scheme:
         if self.sharing == "reduce":
             a = torch.cat([self._rows(part) for same in by_length(whole) for part in self._chunks(same)])
             bias = _mean_bias(whole)
-            found = self._empty(whole[0], k, len(a) * bias**2)
-            self._add_second(found, a, None, bias)
-            return found, sum(self._reached(same) for same in by_length(whole))
+            moment = self._empty(whole[0], k, len(a) * bias**2)
+            self._add_second(moment, a, None, bias)
+            return moment, sum(self._reached(same) for same in by_length(whole))
         count: int | Tensor = 0
         for term in whole:
             arrived = self._arrived(term)
@@ -278,9 +278,11 @@ class Scheme:
     def _counts(self, terms: Sequence[Affine]) -> Tensor | None:
         """How many places of each sample are sent to each group, (N, g), by terms of one length; None: all of them."""
         arrived = [self._arrived(term) for term in terms]
-        if all(own is None for own in arrived):
+        if all(places is None for places in arrived):
             return None
-        counts: Any = (term.places if own is None else own.sum(1) for term, own in zip(terms, arrived, strict=True))
+        counts: Any = (
+            term.places if places is None else places.sum(1) for term, places in zip(terms, arrived, strict=True)
+        )
         return sum(counts)
 
     def _reached(self, terms: Sequence[Affine]) -> int | Tensor:
@@ -290,16 +292,16 @@ class Scheme:
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
-        found = []
+        backprops = []
         for term in terms:
             b, arrived = term.backprops().to(self.dtype), self._arrived(term)
-            found.append(b if arrived is None else b * arrived[..., None])
+            backprops.append(b if arrived is None else b * arrived[..., None])
         if self.sharing == "reduce":
-            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in by_length(found)]
-        flat = [b.flatten(0, 1) for b in found]
+            backprops = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in by_length(backprops)]
+        flat = [b.flatten(0, 1) for b in backprops]
         if scale is None:
             return flat
-        scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
+        scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in backprops]
         return [b * s for b, s in zip(flat, scales, strict=True)]
 
     def _of_rows(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
@@ -422,17 +424,17 @@ def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
         whole = F.pad(rows, (0, 1), value=value)
         return torch.bmm(whole.permute(1, 2, 0), whole.transpose(0, 1))
     stride = -(-(d + 1) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
-    found = rows.new_empty(groups, d + 1, stride)[:, :, : d + 1]
-    left, right, own = rows.permute(1, 2, 0), rows.transpose(0, 1), found[:, :-1, :-1]
+    moment = rows.new_empty(groups, d + 1, stride)[:, :, : d + 1]
+    left, right, without_last = rows.permute(1, 2, 0), rows.transpose(0, 1), moment[:, :-1, :-1]
     if _is_large(rows):
-        _fill_symmetric(own, left, right)
+        _fill_symmetric(without_last, left, right)
     else:
         size = max(1, BLOCK_ELEMENTS.at(rows.device) // d)
         for start in range(0, d, size):
-            torch.bmm(left[:, start : start + size], right, out=own[:, start : start + size])
-    found[:, -1, :-1] = found[:, :-1, -1] = value * rows.sum(0)
-    found[:, -1, -1].fill_(value**2 * rows.shape[0])
-    return found
+            torch.bmm(left[:, start : start + size], right, out=without_last[:, start : start + size])
+    moment[:, -1, :-1] = moment[:, :-1, -1] = value * rows.sum(0)
+    moment[:, -1, -1].fill_(value**2 * rows.shape[0])
+    return moment
 
 
 def _is_large(rows: Tensor) -> bool:
@@ -441,13 +443,13 @@ def _is_large(rows: Tensor) -> bool:
     return is_large and count >= SYMMETRIC_MIN_ROWS and columns >= SYMMETRIC_MIN_COLUMNS
 
 
-def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _fill_symmetric(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Fill with the symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
     ends = [round(k * left.shape[1] / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
-        torch.bmm(left[:, start:end], right[:, :, :end], out=found[:, start:end, :end])
-        found[:, :start, start:end] = found[:, start:end, :start].mT
-    return found
+        torch.bmm(left[:, start:end], right[:, :, :end], out=product[:, start:end, :end])
+        product[:, :start, start:end] = product[:, start:end, :start].mT
+    return product
 
 
 def count_rows(terms: Sequence[Any], sharing: str) -> int:

@@ -102,9 +102,9 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
     made = iter(linalg.psd_eighs([x for parts in blocks for x in parts]))
     for (stack, alike), parts in zip(stacks, blocks, strict=True):
         pairs = [next(made) for _ in parts]
-        values, vectors = (_joined(own, stack.sizes) for own in zip(*pairs, strict=True))
+        values, vectors = (_join(parts, stack.sizes) for parts in zip(*pairs, strict=True))
         groups = [len(sides[k]) for k in alike]
-        matrices = (applied.DenseMatrix.of(own, stack.sizes) for own in vectors.split(groups))
+        matrices = (applied.DenseMatrix.of(part, stack.sizes) for part in vectors.split(groups))
         bases |= zip(alike, zip(values.split(groups), matrices, strict=True), strict=True)
     return [bases[k] for k in range(len(sides))]
 
@@ -144,10 +144,10 @@ def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     pieces: dict[int, list[Tensor]] = {}
     for size, rows in zip(sizes, applied.ranges(sizes), strict=True):
         pieces.setdefault(size, []).append(matrix[:, rows, rows])
-    return [torch.cat(own) if len(own) > 1 else own[0] for own in pieces.values()]
+    return [torch.cat(alike) if len(alike) > 1 else alike[0] for alike in pieces.values()]
 
 
-def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _join(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """What was made of `_blocks`: vectors one after the other (g, d), matrices as diagonal blocks (g, d, d)."""
     if len(sizes) == 1:
         return stacks[0]
@@ -167,15 +167,15 @@ def _by_cholesky(sides: Mapping[int, Side], shares: Sequence[float]) -> dict[int
     inverses: dict[int, applied.Matrix] = {}
     tried = []
     for stack, alike in _stacks(sides, JOINED_MAX_SIDE):
-        blocks, scale = _damped(stack.lower(), stack.sizes, _by_group(sides, shares, alike))
-        found, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
+        blocks, scale = _damp(stack.lower(), stack.sizes, _by_group(sides, shares, alike))
+        inverted, flags = zip(*map(linalg.try_spd_inverse, blocks), strict=True)
         ok = flags[0] if len(flags) == 1 else torch.stack(flags).all()
-        tried.append((stack, alike, _joined(found, stack.sizes).div_(scale), ok))
+        tried.append((stack, alike, _join(inverted, stack.sizes).div_(scale), ok))
     fine = linalg.look([ok for *_, ok in tried])
     for (stack, alike, matrices, _), is_fine in zip(tried, fine, strict=True):
         if not is_fine:
-            blocks, scale = _damped(stack.dense(), stack.sizes, _by_group(sides, shares, alike))
-            matrices = _joined(list(map(linalg.careful_spd_inverse, blocks)), stack.sizes).div_(scale)
+            blocks, scale = _damp(stack.dense(), stack.sizes, _by_group(sides, shares, alike))
+            matrices = _join(list(map(linalg.careful_spd_inverse, blocks)), stack.sizes).div_(scale)
         parts = matrices.split([len(sides[k]) for k in alike])
         inverses |= {k: applied.DenseMatrix.of(part, stack.sizes) for k, part in zip(alike, parts, strict=True)}
     return inverses
@@ -186,7 +186,7 @@ def _by_group(sides: Mapping[int, Side], shares: Sequence[float], alike: Sequenc
     return [shares[k] for k in alike for _ in range(len(sides[k]))]
 
 
-def _damped(matrix: Tensor, sizes: Sequence[int], shares: Sequence[float]) -> tuple[list[Tensor], Tensor]:
+def _damp(matrix: Tensor, sizes: Sequence[int], shares: Sequence[float]) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
     scale = nonzero_or_one(matrix.diagonal(dim1=1, dim2=2).mean(1)).view(-1, 1, 1)
     matrix = matrix / scale
@@ -202,12 +202,12 @@ def _by_largest(
     try:
         scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
         ends = [None if start is None else start[0] for start in starts]
-        found = linalg.low_rank_inverses(scaled, [shares[k] for k in sides], ends)
+        pairs = linalg.low_rank_inverses(scaled, [shares[k] for k in sides], ends)
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         linalg.count_recovery("retried")
         return {}
-    each = zip(sides, found, means, strict=True)
-    return {k: applied.LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
+    each = zip(sides, pairs, means, strict=True)
+    return {k: applied.LowRankMatrix(low_rank[0][None], low_rank[1] / mean) for k, low_rank, mean in each if low_rank}
 
 
 def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
@@ -248,27 +248,27 @@ def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> lis
     """
     scaled = []
     for pairs in sums:
-        damped = [_damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
+        damped = [_damp_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
         scaled.append([((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped])
-    bases = iter(_diagonalised([[pair[side] for pair, _ in own] for own in scaled for side in (0, 1)]))
-    found = []
+    bases = iter(_diagonalise([[pair[side] for pair, _ in scaled_pairs] for scaled_pairs in scaled for side in (0, 1)]))
+    inverses = []
     for (_, first), *second in scaled:
         (rows, t), (columns, s) = next(bases), next(bases)
         values = first * t[:, None] * s
         for _, mean in second:
             values = values + mean * (1 - t)[:, None] * (1 - s)
-        found.append(KroneckerSumInverse(rows, columns, values))
-    return found
+        inverses.append(KroneckerSumInverse(rows, columns, values))
+    return inverses
 
 
-def _damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
+def _damp_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
     """One damped product of the sum in `invert_kronecker_sums`."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
     shifts = damping**0.5 / ratio, damping**0.5 * ratio
-    return _shifted(rows, shifts[0]), _shifted(columns, shifts[1])
+    return _shift(rows, shifts[0]), _shift(columns, shifts[1])
 
 
-def _shifted(side: Tensor, shift: Tensor) -> Tensor:
+def _shift(side: Tensor, shift: Tensor) -> Tensor:
     shift = torch.maximum(shift, linalg.eigenvalue_rounding(side.diagonal().sum()))
     return side + shift * torch.eye(len(side), dtype=side.dtype, device=side.device)
 
@@ -281,14 +281,14 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
     if len(pairs) <= 2:
         return list(pairs)
     order = torch.stack([_mean(b) * _mean(a) for b, a in pairs]).argsort(descending=True, stable=True)
-    rows, columns = (torch.stack(list(own)).index_select(0, order) for own in zip(*pairs, strict=True))
+    rows, columns = (torch.stack(list(sides)).index_select(0, order) for sides in zip(*pairs, strict=True))
     others = zip(rows[1:], columns[1:], strict=True)
     merged = merge_products([(DenseSide(b[None]), DenseSide(a[None])) for b, a in others])
     return [(rows[0], columns[0]), (merged[0].entries[0], merged[1].entries[0])]
 
 
 @linalg.full_precision()
-def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _diagonalise(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """For one or two sides each, W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, 0 to 1."""
     totals = [sides[0] if len(sides) == 1 else sides[0] + sides[1] for sides in sums]
     tried = [linalg.try_cholesky(total) for total in totals]

@@ -237,7 +237,7 @@ class PackedSide(Side):
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
-        packed = [_packed(moment[:, rows, rows]) for rows in ranges(blocks)]
+        packed = [_pack(moment[:, rows, rows]) for rows in ranges(blocks)]
         return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
 
     @property
@@ -256,7 +256,7 @@ class PackedSide(Side):
         return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
 
     def dense(self) -> Tensor:
-        return self._matrix(_unpacked)
+        return self._matrix(_unpack)
 
     def lower(self) -> Tensor:
         return self._matrix(_lower)
@@ -421,7 +421,7 @@ def _rectangle(d: int) -> tuple[int, int, int]:
     return left, d - left, 1 - d % 2
 
 
-def _packed(matrix: Tensor) -> Tensor:
+def _pack(matrix: Tensor) -> Tensor:
     left, right, down = _rectangle(matrix.shape[1])
     packed = matrix.new_empty(matrix.shape[0], matrix.shape[1] + down, left)
     packed.narrow(1, down, matrix.shape[1]).copy_(matrix.narrow(2, 0, left))
@@ -438,7 +438,7 @@ def _lower(entries: Tensor, d: int) -> Tensor:
     return matrix
 
 
-def _unpacked(entries: Tensor, d: int) -> Tensor:
+def _unpack(entries: Tensor, d: int) -> Tensor:
     left, right, down = _rectangle(d)
     rectangle = entries.view(-1, d + down, left)
     matrix = entries.new_empty(entries.shape[0], d, d)

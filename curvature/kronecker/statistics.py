@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.factors import Product, Reading, Scheme
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, for_groups
+from curvature.kronecker.sides import Side, for_groups
 
 
 @dataclass
 class KroneckerStatistics:
-    """Sums of outer products of activations and backprops, by reading of the weight, as the builders add them up."""
+    """Sums of outer products of activations and backprops, as sides of products, by reading of the weight."""
 
     scheme: Scheme
     # with the number of summands, of all groups or of each (g,)
-    activations: dict[Reading, tuple[Any, int | Tensor]] = field(default_factory=dict)
-    backprops: dict[Reading, Any] = field(default_factory=dict)
+    activations: dict[Reading, tuple[Side, int | Tensor]] = field(default_factory=dict)
+    backprops: dict[Reading, Side] = field(default_factory=dict)
+    samples: float = 0.0
+    rows: tuple[float, float] = (0.0, 0.0)  # summands of each side: backprops and activations, unless these are flipped
+    looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
 
     def add_(self, other: Any) -> None:
         """Add other statistics, which must not be used any more."""
@@ -35,38 +38,14 @@ class KroneckerStatistics:
         for reading, moment in other.backprops.items():
             known = reading in self.backprops
             self.backprops[reading] = moment.add_(self.backprops[reading]) if known else moment
-
-    def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
-        """The factors of outputs and of inputs, backprops multiplied by `scale`; the sums are used up."""
-        products: list[tuple[Tensor, Tensor]] = []
-        for reading, (moment, number) in self.activations.items():
-            mean, outer = moment.div_(divisor(number, moment)), self.backprops[reading].mul_(scale)
-            products.append((mean, outer) if reading.flipped else (outer, mean))
-        if len(products) == 1:
-            return products[0]
-        forms = [DiagonalSide if kind.is_diagonal else DenseSide for kind in self.scheme.kinds]
-        rows, columns = merge_products([(forms[0](rows), forms[1](columns)) for rows, columns in products])
-        return rows.entries, columns.entries
-
-
-@dataclass
-class SideStatistics(KroneckerStatistics):
-    """What the optimizers add up: moments as sides of products, with the number of samples."""
-
-    samples: float = 0.0
-    rows: tuple[float, float] = (0.0, 0.0)  # summands of each side: backprops and activations, unless these are flipped
-    looked_up: Tensor | None = None  # how often rows of a table were, by side (2,), however many vectors there are
-
-    def scale_vectors_(self, times: float) -> None:
-        """Rescale as if the vectors had been `times` as long."""
-        self.backprops = {reading: moment.scaled(times**2) for reading, moment in self.backprops.items()}
-
-    def add_(self, other: Any) -> None:
-        super().add_(other)
         self.samples += other.samples
         self.rows = self.rows[0] + other.rows[0], self.rows[1] + other.rows[1]
         if other.looked_up is not None:
             self.looked_up = other.looked_up if self.looked_up is None else self.looked_up + other.looked_up
+
+    def scale_vectors_(self, times: float) -> None:
+        """Rescale as if the vectors had been `times` as long."""
+        self.backprops = {reading: moment.scaled(times**2) for reading, moment in self.backprops.items()}
 
     def factors(self, scale: float) -> Product:
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
@@ -84,25 +63,25 @@ class SideStatistics(KroneckerStatistics):
         count = len(blocks)
         activations = {key: (moment.parts(count), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: moment.parts(count) for key, moment in self.backprops.items()}
-        found = []
+        parts = []
         for k, block in enumerate(blocks):
-            own = {key: (moments[k], number) for key, (moments, number) in activations.items()}
+            moments_of_block = {key: (moments[k], number) for key, (moments, number) in activations.items()}
             sent = {key: moments[k] for key, moments in backprops.items()}
-            found.append(replace(self, scheme=block.scheme, activations=own, backprops=sent))
-        return found
+            parts.append(replace(self, scheme=block.scheme, activations=moments_of_block, backprops=sent))
+        return parts
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for reading, (moment, number) in self.activations.items():
             key, entries = "".join("ny"[flag] for flag in reading), moment.entries
-            found[key + "a"] = moment.to_sum(rank, size)
-            found[key + "b"] = self.backprops[reading].to_sum(rank, size)
-            found[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
+            tensors[key + "a"] = moment.to_sum(rank, size)
+            tensors[key + "b"] = self.backprops[reading].to_sum(rank, size)
+            tensors[key + "number"] = torch.as_tensor(number, dtype=entries.dtype, device=entries.device)
         if any(kind.is_diagonal for kind in self.scheme.kinds):
-            found["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
-        new = next(iter(found.values())).new_tensor
-        return found | {"samples": new(self.samples), "rows": new(self.rows)}
+            tensors["looked_up"] = entries.new_zeros(2) if self.looked_up is None else self.looked_up
+        new = next(iter(tensors.values())).new_tensor
+        return tensors | {"samples": new(self.samples), "rows": new(self.rows)}
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
         """Fill empty statistics with the all-reduced `sums`."""

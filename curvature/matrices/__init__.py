@@ -6,8 +6,6 @@ accumulator for each layer (`block_structure`). Matrix-free operators go over th
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
-from curvature.matrices.accumulators import rows_of
-from curvature.matrices.block_structure import Structure
 from curvature.matrices.builders import (
     ekfac,
     empirical_fisher,
@@ -24,7 +22,7 @@ from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.per_sample_diagonals import per_sample_fisher_diagonals, per_sample_hessian_diagonals
 
 __all__ = [
-    "DataSource", "RecordedBatch", "Structure", "ekfac", "empirical_fisher", "fisher",
+    "DataSource", "RecordedBatch", "ekfac", "empirical_fisher", "fisher",
     "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kept", "kfac", "per_sample_fisher_diagonals",
-    "per_sample_hessian_diagonals", "per_sample_jacobians", "rows_of",
+    "per_sample_hessian_diagonals", "per_sample_jacobians",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Accumulators of a layer's curvature over data, one class for each structure of its block.
+"""Accumulators of a layer's curvature over data: of a `Structure`, of Kronecker factors, of their eigenvalues.
 
 Each is fed with `Chunk` after `Chunk`, and gives its operator in the end: ``scale * sum_n weights[n] sum_k u_kn
 w_kn^T`` or an approximation of that.
@@ -7,59 +7,21 @@ w_kn^T`` or an approximation of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from curvature import operators
 from curvature.gradients import layers_of
-from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
-from curvature.linalg import stack
+from curvature.kronecker import Affine, Basis, DenseSide, DiagonalSide, KroneckerStatistics, Reading, Scheme, Side
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.structures import Chunk, DiagonalStructure, Structure, Vectors
+from curvature.terms import Term, TermsByVector, name_of_rows, row_ranges
 
 Result = TypeVar("Result", bound=Operator)
 Range = tuple[int, int]  # the first row, and the one after the last
-Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that were sent back
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some of the vectors of one batch, sent back; the matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``."""
-
-    tape: Tape
-    vectors: int  # how many there are
-    left: Vectors  # for every vector the terms of ``u_k = J^T left_k``
-    right: Vectors  # and of ``w_k = J^T right_k``; the same object where these are the same
-    weights: Tensor  # (N,), what each sample counts for, not yet divided by their sum
-    first: bool  # whether this is the first chunk of its batch
-    patches: dict[str, list[Tensor]]  # unfolded activations by parameter, kept from one chunk of a batch to the next
-    whole: ValueError | None  # why the batch counts as one sample, if it does: its samples meet
-
-    def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """Terms of one parameter by vector, left and right; None if no output depends on it."""
-        left = self.left.get(name)
-        right = left if self.right is self.left else self.right.get(name)
-        return None if left is None or right is None else (left, right)
-
-    def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """As `of`, for what is defined by samples; raises where they meet, and the batch counts as one."""
-        if self.whole is not None:
-            raise self.whole
-        return self.of(name)
-
-    def on(self, device: torch.device) -> Chunk:
-        """The chunk with its weights on a device: there are the terms of the parameters there."""
-        return self if device == self.weights.device else replace(self, weights=self.weights.to(device))
-
-    @cached_property
-    def scales(self) -> Tensor | None:
-        """The weights, or None if all are one."""
-        return None if bool((self.weights == 1).all()) else self.weights
 
 
 class Accumulator(Generic[Result]):
@@ -83,7 +45,7 @@ class Accumulator(Generic[Result]):
         """The operator on the block's parameters; the sum is used up."""
         raise NotImplementedError
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
         if isinstance(block, Kronecker | EigenKronecker | RowBlocks):
             raise ValueError(
@@ -109,63 +71,19 @@ class FixedOperator(Accumulator[Operator]):
         return self.block
 
 
-class DiagonalAccumulator(Accumulator[Diagonal]):
-    """The diagonal alone."""
+class StructureAccumulator(Accumulator[Operator]):
+    """The sum of a `Structure`."""
 
-    def __init__(self, space: Space) -> None:
-        super().__init__(space)
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, chunk: Chunk) -> None:
-        for name in self.names:
-            found = chunk.of(name)
-            if found is not None:
-                weights = chunk.on(self.space.devices[name]).weights
-                new = sum_of_products(*found, weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
-                self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
-
-    def result(self, scale: float) -> Diagonal:
-        return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
-
-    def by_name(self, scale: float) -> dict[str, Tensor]:
-        """The diagonal by parameter, in the memory of the sums; ValueError if an entry is not finite."""
-        zeros = lambda name, shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.devices[name])
-        found = {name: self.sums[name] if name in self.sums else zeros(name, shape) for name, shape in self.entries()}
-        entries = list(found.values())
-        torch._foreach_mul_(entries, scale)
-        if not stack(torch._foreach_norm(entries)).sum().isfinite():  # norms may overflow
-            for name, shape in self.entries():
-                self.space.kept(found[name], shape, "the diagonal", self.space.devices[name])
-        return found
-
-
-def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Tensor:
-    """Gradients (N, P) of samples from their terms, zero for parameters that have none."""
-    zeros = lambda size: torch.zeros(count, size, dtype=space.dtype, device=space.device)
-    parts = zip(space.names, space.sizes, strict=True)
-    flat = lambda own: gradients(own).reshape(count, -1).to(space.device, space.dtype)
-    return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
-
-
-class DenseAccumulator(Accumulator[operators.Dense]):
-    """The dense block."""
-
-    def __init__(self, space: Space) -> None:
-        super().__init__(space)
-        self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
+    def __init__(self, total: Structure) -> None:
+        super().__init__(total.space)
+        self.total = total
 
     def add(self, chunk: Chunk) -> None:
-        def rows(vectors: Vectors, k: int) -> Tensor:
-            own = {name: vectors[name][k] for name in self.names if name in vectors}
-            return rows_of(self.space, own, len(chunk.weights))
+        self.total.add(chunk)
 
-        for k in range(chunk.vectors):
-            u = rows(chunk.left, k)
-            w = u if chunk.right is chunk.left else rows(chunk.right, k)
-            self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
-
-    def result(self, scale: float) -> operators.Dense:
-        return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
+    def result(self, scale: float) -> Operator:
+        self.total.scale_(scale)
+        return self.total.operator()
 
 
 class KroneckerAccumulator(Accumulator[Kronecker]):
@@ -176,19 +94,20 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
         self.total = KroneckerStatistics(scheme)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.by_sample(self.names[0])
-        if found is None:
+        vectors_of_weight = chunk.by_sample(self.names[0])
+        if vectors_of_weight is None:
             return
         new, same = KroneckerStatistics(self.total.scheme), chunk.right is chunk.left
-        left = self._readings(found[0])
-        right = left if same else self._readings(found[1])
+        left = self._readings(vectors_of_weight[0])
+        right = left if same else self._readings(vectors_of_weight[1])
         for reading, vectors in left.items():
             if chunk.first:
-                new.activations[reading] = new.scheme.activations(vectors[0])
+                moment, number = new.scheme.activations(vectors[0])
+                new.activations[reading] = _whole_side(moment), number
             part = new.scheme.backprops(vectors, None if same else right[reading], chunk.scales)
             if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
                 part = (part + part.mT) / 2
-            new.backprops[reading] = part
+            new.backprops[reading] = _whole_side(part)
         self.total.add_(new)
 
     def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
@@ -203,20 +122,25 @@ class KroneckerAccumulator(Accumulator[Kronecker]):
             ) from error
         if len(first) == 1:
             return {reading: cast("Sequence[Sequence[Affine]]", vectors) for reading in first}
-        found: dict[Reading, list[list[Affine]]] = {}
+        by_reading: dict[Reading, list[list[Affine]]] = {}
         for terms in vectors:
-            for reading, own in self.total.scheme.readings(terms).items():
-                found.setdefault(reading, []).append(own)
-        return dict(found)
+            for reading, parts in self.total.scheme.readings(terms).items():
+                by_reading.setdefault(reading, []).append(parts)
+        return dict(by_reading)
 
     def result(self, scale: float) -> Kronecker:
-        factors = self.total.factors_(scale)
-        return Kronecker(self.space, self.total.scheme.arrangement, *factors, is_symmetric=True)
+        rows, columns = (side.unpacked().entries for side in self.total.factors(scale))
+        return Kronecker(self.space, self.total.scheme.arrangement, rows, columns, is_symmetric=True)
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
+
+
+def _whole_side(moment: Tensor) -> Side:
+    """All entries of a moment: sums over data are not stored as triangles."""
+    return DiagonalSide(moment) if moment.ndim == 2 else DenseSide(moment)
 
 
 class EigenAccumulator(Accumulator[EigenKronecker]):
@@ -229,9 +153,9 @@ class EigenAccumulator(Accumulator[EigenKronecker]):
         self.sum = torch.zeros_like(eigen.values)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.by_sample(self.names[0])
-        if found is not None:
-            self.sum += self.basis.products(*found, chunk.weights)
+        vectors = chunk.by_sample(self.names[0])
+        if vectors is not None:
+            self.sum += self.basis.products(*vectors, chunk.weights)
 
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.rows, self.basis.columns
@@ -263,7 +187,8 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
         return together + [(name,) for name in names if name in self.alone]
 
     def result(self, scale: float) -> BlockDiagonal:
-        zeros = [DiagonalAccumulator(self.space.subspace(names)) for names in self._by_layer(None, self.waiting)]
+        unread = map(self.space.subspace, self._by_layer(None, self.waiting))
+        zeros = [StructureAccumulator(DiagonalStructure(space)) for space in unread]
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:
@@ -275,14 +200,14 @@ class LayersAccumulator(Accumulator[BlockDiagonal]):
             block = factors.blocks.get(names[0])
             if block is None or block.space.names != names:
                 raise ValueError(f"factors: there is no block of {', '.join(names)}")
-            return self.make(names, chunk).refined(block)
+            return self.make(names, chunk).refine(block)
 
         return LayersAccumulator(self.space, make, self.alone)
 
-    def refined(self, block: BlockDiagonal) -> LayersAccumulator:
+    def refine(self, block: BlockDiagonal) -> LayersAccumulator:
         again = LayersAccumulator(self.space, self.make, self.alone)
         again.waiting = list(self.waiting)
-        again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
+        again.parts = {names: part.refine(block.blocks[names[0]]) for names, part in self.parts.items()}
         return again
 
 
@@ -301,7 +226,7 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
 
     def _split(self, vectors: Vectors) -> Vectors:
         """The terms of each range, as if it were a parameter of its own."""
-        found: dict[str, list[Sequence[Term]]] = {}
+        by_rows: dict[str, list[Sequence[Term]]] = {}
         read = ((name, part) for name in self.names for terms in vectors.get(name, ()) for part in row_ranges(terms))
         for name, part in read:
             if (part.start, part.stop) not in self.parts:
@@ -309,8 +234,8 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
                     f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
                     f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
                 )
-            found.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
-        return found
+            by_rows.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
+        return by_rows
 
     def result(self, scale: float) -> RowBlocks:
         where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}
@@ -321,9 +246,9 @@ class RowRangeAccumulator(Accumulator[RowBlocks]):
         inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
         return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
 
-    def refined(self, block: Any) -> Accumulator[Any]:
+    def refine(self, block: Any) -> Accumulator[Any]:
         ranges = [part.names[0] for part in self.parts.values()]
         if not isinstance(block, RowBlocks) or list(block.blocks) != ranges:
             raise ValueError(f"factors: expected blocks of {', '.join(ranges)}, which are read apart, found {block!r}")
-        found = zip(self.parts.items(), block.blocks.values(), strict=True)
-        return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})
+        pairs = zip(self.parts.items(), block.blocks.values(), strict=True)
+        return RowRangeAccumulator(self.space, {rows: part.refine(of_rows) for (rows, part), of_rows in pairs})

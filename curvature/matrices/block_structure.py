@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -12,24 +12,20 @@ from curvature.linalg import without_autocast
 from curvature.losses import SEED, Injection, require_terms
 from curvature.matrices.accumulators import (
     Accumulator,
-    Chunk,
-    DenseAccumulator,
-    DiagonalAccumulator,
     KroneckerAccumulator,
     LayersAccumulator,
     Range,
     Result,
     RowRangeAccumulator,
+    StructureAccumulator,
 )
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
 from curvature.operators import DENSE_LIMIT, Space
-from curvature.recording import is_within
+from curvature.structures import Choice, Choices, Chunk, DenseStructure, DiagonalStructure
 from curvature.terms import Term, name_of_rows, row_ranges
 
 MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets its exact block
-Structure = Literal["kronecker", "dense", "diagonal"]
-STRUCTURES = ("kronecker", "dense", "diagonal")
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 Passes = DataSource | Repeated  # the latter also checks that data are the same every time
 
@@ -49,18 +45,18 @@ def seed_of(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def collected(
+def collect(
     passes: Passes,
     inject: Injection,
     seed: int,
     accumulator: Accumulator[Result],
     chunks: Chunks = RecordedBatch.chunks,
 ) -> Result:
-    """The operator of an accumulator, after one pass over the data: see `summed`."""
-    return accumulator.result(summed(passes, inject, seed, accumulator, chunks))
+    """The operator of an accumulator, after one pass over the data: see `add_up`."""
+    return accumulator.result(add_up(passes, inject, seed, accumulator, chunks))
 
 
-def summed(
+def add_up(
     passes: Passes,
     inject: Injection,
     seed: int,
@@ -87,35 +83,24 @@ def summed(
     return 1 / total
 
 
-def by_layers(
-    space: Space, default: Structure, sharing: str, structure: Mapping[str, Structure] | None
-) -> LayersAccumulator:
+def by_layers(space: Space, default: Choice, sharing: str, structure: Mapping[str, Choice] | None) -> LayersAccumulator:
     """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen."""
-    chosen: dict[str, Any] = dict(structure or {})
-    for key, own in chosen.items():
-        if own not in STRUCTURES:
-            raise ValueError(f"structure: {key!r} has {own!r}; expected one of {', '.join(STRUCTURES)}")
-        if not any(is_within(name, key) for name in space.names):
-            known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
-            raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
+    choices = Choices(structure, space.names)
 
     def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator[Any]:
-        keys = [key for key in chosen if any(is_within(name, key) for name in names)]
-        own = chosen[max(keys, key=len)] if keys else None
-        return _of_layer(space.subspace(names), chunk, own or default, sharing, own is not None)
+        choice = choices.of(names)
+        return _of_layer(space.subspace(names), chunk, choice or default, sharing, choice is not None)
 
-    return LayersAccumulator(space, make, chosen.keys() & set(space.names))
+    return LayersAccumulator(space, make, choices.alone)
 
 
-def _of_layer(space: Space, chunk: Chunk, structure: Structure, sharing: str, is_chosen: bool) -> Accumulator[Any]:
-    if structure == "diagonal":
-        return DiagonalAccumulator(space)
-    if structure == "dense":
+def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_chosen: bool) -> Accumulator[Any]:
+    if not isinstance(structure, str):
         if not is_chosen:
             _require_held_size(space, "the exact block", space.size, "dense")
-        return DenseAccumulator(space)
-    found = chunk.of(space.names[0])
-    factored = None if found is None else _factored(space, found[0][0], sharing)
+        return StructureAccumulator(structure(space))
+    vectors = chunk.of(space.names[0])
+    factored = None if vectors is None else _factored(space, vectors[0][0], sharing)
     if factored is None and is_chosen:
         raise ValueError(
             f"structure: {space.names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
@@ -129,7 +114,7 @@ def _of_layer(space: Space, chunk: Chunk, structure: Structure, sharing: str, is
     return _exact(space) if factored is None else factored
 
 
-def _require_held_size(space: Space, what: str, rows: int, structure: Structure) -> None:
+def _require_held_size(space: Space, what: str, rows: int, structure: str) -> None:
     """Refuse more than `DENSE_LIMIT` rows, unless this structure is chosen."""
     if rows > DENSE_LIMIT:
         layer = space.names[0].rpartition(".")[0] or space.names[0]
@@ -142,7 +127,7 @@ def _require_held_size(space: Space, what: str, rows: int, structure: Structure)
 
 
 def _exact(space: Space) -> Accumulator[Any]:
-    return DenseAccumulator(space) if space.size <= MAX_EXACT_SIZE else DiagonalAccumulator(space)
+    return StructureAccumulator((DenseStructure if space.size <= MAX_EXACT_SIZE else DiagonalStructure)(space))
 
 
 def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator[Any] | None:
@@ -157,12 +142,12 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator[
     rows = 0
     for piece in apart:
         if piece.start > rows:  # never read
-            parts[rows, piece.start] = DiagonalAccumulator(_rows(space, rows, piece.start))
-        own = _rows(space, piece.start, rows := piece.stop)
-        scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
-        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerAccumulator(own, scheme)
-    if rows < space.shapes[0][0]:
-        parts[rows, space.shapes[0][0]] = DiagonalAccumulator(_rows(space, rows, space.shapes[0][0]))
+            parts[rows, piece.start] = StructureAccumulator(DiagonalStructure(_rows(space, rows, piece.start)))
+        rows_space = _rows(space, piece.start, rows := piece.stop)
+        scheme = Scheme.of(piece.terms, rows_space.shapes, space.dtype, sharing)
+        parts[piece.start, rows] = _exact(rows_space) if scheme is None else KroneckerAccumulator(rows_space, scheme)
+    if rows < (end := space.shapes[0][0]):
+        parts[rows, end] = StructureAccumulator(DiagonalStructure(_rows(space, rows, end)))
     has_factors = any(isinstance(part, KroneckerAccumulator) for part in parts.values())
     return RowRangeAccumulator(space, parts) if has_factors else None
 

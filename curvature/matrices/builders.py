@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from curvature.gradients import either_form
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
-from curvature.matrices.accumulators import DiagonalAccumulator
-from curvature.matrices.block_structure import Structure, by_layers, collected, require_injection, seed_of, summed
+from curvature.matrices.accumulators import StructureAccumulator
+from curvature.matrices.block_structure import add_up, by_layers, collect, require_injection, seed_of
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree
 from curvature.recording import in_turn, warn_once
+from curvature.structures import Choice, DenseStructure, DiagonalStructure
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
@@ -76,8 +77,10 @@ def fisher_diagonal(
     Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    sums = DiagonalAccumulator(source.space)
-    return sums.by_name(summed(source, inject, seed_of(generator), sums, diagonal_chunks))
+    diagonal = DiagonalStructure(source.space)
+    scale = add_up(source, inject, seed_of(generator), StructureAccumulator(diagonal), diagonal_chunks)
+    diagonal.scale_(scale)
+    return diagonal.by_name()
 
 
 @either_form
@@ -87,7 +90,7 @@ def fisher_blocks(
     data: Any,
     inject: Injection = EXACT,
     *,
-    structure: Mapping[str, Structure] | None = None,
+    structure: Mapping[str, Choice] | None = None,
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
@@ -106,8 +109,8 @@ def fisher_blocks(
     Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    sums = by_layers(source.space, "dense", "expand", structure)
-    return collected(source, inject, seed_of(generator), sums)
+    sums = by_layers(source.space, DenseStructure, "expand", structure)
+    return collect(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -217,7 +220,7 @@ def kfac(
     inject: Injection = EXACT,
     *,
     sharing: str = "expand",
-    structure: Mapping[str, Structure] | None = None,
+    structure: Mapping[str, Choice] | None = None,
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
@@ -231,9 +234,10 @@ def kfac(
     Args:
         sharing: what to do where a sample uses a weight at several places, such as pixels or tokens (arXiv:2311.00636).
             "expand" counts each place as a sample; "reduce" first averages activations and sums backprops over them.
-        structure: another structure for some layers, "kronecker", "dense" or "diagonal": by the name of a module for
-            all its parameters together, as ``{"head": "diagonal"}``; or of one parameter, which then has a block of its
-            own. The other parameters of its layer then have a block without it, a bias alone an exact one.
+        structure: another structure for some layers, "kronecker", "dense", "diagonal" or a class of your own
+            (`Structure`): by the name of a module for all its parameters together, as ``{"head": "diagonal"}``; or of
+            one parameter, which then has a block of its own. The other parameters of its layer then have a block
+            without it, a bias alone an exact one.
 
     Raises:
         ValueError: samples meet in the model; a factor has more than 30,000 rows, and its layer no structure of its
@@ -244,7 +248,7 @@ def kfac(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    return collected(source, inject, seed_of(generator), sums)
+    return collect(source, inject, seed_of(generator), sums)
 
 
 @either_form
@@ -256,7 +260,7 @@ def ekfac(
     inject: Injection = EXACT,
     *,
     sharing: str = "expand",
-    structure: Mapping[str, Structure] | None = None,
+    structure: Mapping[str, Choice] | None = None,
     factors: BlockDiagonal | None = None,
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
@@ -278,5 +282,5 @@ def ekfac(
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     passes, seed = Repeated(source, inject), seed_of(generator)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    again = sums.refined(collected(passes, inject, seed, sums)) if factors is None else sums.within(factors)
-    return collected(passes, inject, seed, again)
+    again = sums.refine(collect(passes, inject, seed, sums)) if factors is None else sums.within(factors)
+    return collect(passes, inject, seed, again)

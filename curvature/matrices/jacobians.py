@@ -55,19 +55,19 @@ def per_sample_jacobians(
     if not batch.count:
         with preserve_state(batch.model), torch.no_grad():
             return zeros(space, *batch.output().movedim(batch.dims[1], 0).shape)
-    found: dict[str, Tensor] = {}
+    jacobians: dict[str, Tensor] = {}
     is_random = []
 
     def visit(run: RecordedBatch) -> None:
         is_random.append(run.random)
-        found.update(_rows(run))
+        jacobians.update(_rows(run))
 
     source.each(visit)
     if not create_graph:
-        return found
+        return jacobians
     if is_random[0]:
         raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")
-    return _with_graph(batch, found)
+    return _with_graph(batch, jacobians)
 
 
 @full_precision()
@@ -76,17 +76,17 @@ def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     axis, parameters = batch.dims[1], dict(batch.parameters)
     of_sample = lambda output, target: _by_sample(output, 1, axis)[0]
 
-    def accepted(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: rows.to(expected[name].dtype) for name, rows in found.items()}
-        for name in differences({name: rows.detach() for name, rows in found.items()}, expected):
+    def accepted(jacobians: dict[str, Tensor]) -> dict[str, Tensor]:
+        jacobians = {name: rows.to(expected[name].dtype) for name, rows in jacobians.items()}
+        for name in differences({name: rows.detach() for name, rows in jacobians.items()}, expected):
             raise RuntimeError(f"{name}: its derivatives with a graph are not those without one")
-        return found
+        return jacobians
 
     with preserve_state(batch.model) as state, sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch.enable_grad():
         alone = replace(batch, loss=of_sample, y=None)
-        found = tried_by_vmap(lambda: accepted(over_samples(alone, jacrev, parameters)))
-        if found is not None:
-            return found
+        jacobians = tried_by_vmap(lambda: accepted(over_samples(alone, jacrev, parameters)))
+        if jacobians is not None:
+            return jacobians
         samples = []
         for n in range(batch.count):
             with state.again():
@@ -99,7 +99,7 @@ def _entry_by_entry(sample: Batch, parameters: dict[str, nn.Parameter]) -> dict[
     leaves = list(parameters.values())
     rows = [torch.autograd.grad(entry, leaves, create_graph=True, materialize_grads=True) for entry in output.flatten()]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
-    return {name: torch.stack(own).reshape(*output.shape, *own[0].shape) for name, own in columns}
+    return {name: torch.stack(column).reshape(*output.shape, *column[0].shape) for name, column in columns}
 
 
 def _by_sample(output: Tensor, count: int, axis: int) -> Tensor:
@@ -116,11 +116,11 @@ def changes_by_rows(run: RecordedBatch, directions: Mapping[str, Tensor]) -> Ten
     """``J v`` (c, *output.shape) for directions (c, *shape) by name, from the gradients of every entry of a sample."""
     count, axis = run.batch.count, run.batch.dims[1]
     columns = len(next(iter(directions.values())))
-    found = torch.zeros(columns, count, run.output.numel() // count, dtype=run.dtype, device=run.output.device)
+    changes = torch.zeros(columns, count, run.output.numel() // count, dtype=run.dtype, device=run.output.device)
     for entry, name, terms in _terms_of_entries(run):
-        for change, direction in zip(found, directions[name].to(run.dtype), strict=True):
-            change[:, entry] += contractions.inner_products(terms, direction).to(found.device)
-    return found.reshape(columns, *run.output.movedim(axis, 0).shape).movedim(1, axis + 1).to(run.output.dtype)
+        for change, direction in zip(changes, directions[name].to(run.dtype), strict=True):
+            change[:, entry] += contractions.inner_products(terms, direction).to(changes.device)
+    return changes.reshape(columns, *run.output.movedim(axis, 0).shape).movedim(1, axis + 1).to(run.output.dtype)
 
 
 def _terms_of_entries(run: RecordedBatch) -> Iterator[tuple[int, str, Sequence[Term]]]:
@@ -140,10 +140,10 @@ def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     count, axis = run.batch.count, run.batch.dims[1]
     shape = _by_sample(run.output, count, axis).shape[1:]
     size = run.output.numel() // count
-    found = {
+    jacobians = {
         name: torch.zeros(count, size, *p.shape, dtype=run.dtype, device=p.device)
         for name, p in run.batch.parameters.items()
     }
     for entry, name, terms in _terms_of_entries(run):
-        found[name][:, entry] = gradients(terms)
-    return {name: rows.unflatten(1, shape) if shape else rows[:, 0] for name, rows in found.items()}
+        jacobians[name][:, entry] = gradients(terms)
+    return {name: rows.unflatten(1, shape) if shape else rows[:, 0] for name, rows in jacobians.items()}

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
-from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
-from curvature.matrices.block_structure import collected
+from curvature.matrices.accumulators import Accumulator, StructureAccumulator
+from curvature.matrices.block_structure import collect
 from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, SampleSpace, Space
 from curvature.recording import in_turn
+from curvature.structures import Chunk, DenseStructure, DiagonalStructure
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -70,7 +71,7 @@ class RowAccumulator(Accumulator[SampleSpace]):
             zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
             none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
             terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
-            self.parts.append((count, {name: [promote(t, dtype) for t in own] for name, own in terms.items()}))
+            self.parts.append((count, {name: [promote(t, dtype) for t in parts] for name, parts in terms.items()}))
 
     def result(self, scale: float) -> SampleSpace:
         zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
@@ -97,26 +98,27 @@ class ThroughOutputs:
         return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
-        sums = DiagonalAccumulator(self.space)
-        return collected(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
+        sums = StructureAccumulator(DiagonalStructure(self.space))
+        return collect(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
-        return collected(self.passes, self.inject, self.seed, DenseAccumulator(self.space)).to_dense()
+        sums = StructureAccumulator(DenseStructure(self.space))
+        return collect(self.passes, self.inject, self.seed, sums).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
         """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""
-        found = 0
+        count = 0
 
         def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-            nonlocal found
-            found += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
-            if found > limit:
+            nonlocal count
+            count += inject.number(run.samples_first()[0], run.batch.count) * run.batch.count
+            if count > limit:
                 raise NotFewRows
             yield from run.chunks(inject, generator, as_rows=True)
 
         try:
-            return collected(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
+            return collect(self.passes, self.inject, self.seed, RowAccumulator(self.space), chunks)
         except NotFewRows:
             return None
 

@@ -33,9 +33,9 @@ from curvature.losses import (
     reduction_of,
     resolve,
 )
-from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.operators import Space
 from curvature.recording import ModelState, RandomState, Tape, graph_leaves, in_turn, map_tensors
+from curvature.structures import Chunk, Vectors
 from curvature.terms import DenseGradients, Term, contractions
 
 RANDOM = (
@@ -214,10 +214,10 @@ class RecordedBatch:
 
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(self.source, self.number, batch, self.state, self.tape, self.output)
-        found.whole, found._masses = why, mass
-        found.random, found.one_pass, found.by_graph = self.random, self.one_pass, self.by_graph
-        return found
+        merged = RecordedBatch(self.source, self.number, batch, self.state, self.tape, self.output)
+        merged.whole, merged._masses = why, mass
+        merged.random, merged.one_pass, merged.by_graph = self.random, self.one_pass, self.by_graph
+        return merged
 
     def require_apart(self) -> None:
         """Raise `SamplesMeet` for a batch whose samples meet in the model."""
@@ -289,9 +289,9 @@ class RecordedBatch:
         for v, backprops in zip(vectors, rows, strict=True):
             terms, failed = gradients.terms_by_parameter(self.tape, backprops, plan.layouts, plan.general)
             if failed:
-                found = self._general_terms(v, plan, failed)
+                general = self._general_terms(v, plan, failed)
                 terms |= {
-                    k: [DenseGradients(contractions.gradients(parts).to(self.dtype))] for k, parts in found.items()
+                    k: [DenseGradients(contractions.gradients(parts).to(self.dtype))] for k, parts in general.items()
                 }
             for name, of_parameter in terms.items():
                 if of_parameter:
@@ -312,8 +312,8 @@ class RecordedBatch:
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""
         edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        found = iter(gradients.batched_vjp([self.output], edges, [vectors]))
-        rows = [None if use.edge is None else next(found) for use in self.tape.uses]
+        arrived = iter(gradients.batched_vjp([self.output], edges, [vectors]))
+        rows = [None if use.edge is None else next(arrived) for use in self.tape.uses]
         both = zip(self.tape.uses, rows, strict=True)
         cast = lambda b: b if b.is_complex() else b.to(self.dtype)
         # none at an expert that no sample reaches
@@ -378,7 +378,7 @@ class RecordedBatch:
 def zeros(space: Space, *lead: int) -> dict[str, Tensor]:
     """Zeros (*lead, *shape) by name, where the parameters are."""
     entries = zip(space.devices.items(), space.shapes, strict=True)
-    return {name: torch.zeros(*lead, *own, dtype=space.dtype, device=device) for (name, device), own in entries}
+    return {name: torch.zeros(*lead, *shape, dtype=space.dtype, device=device) for (name, device), shape in entries}
 
 
 def _half_square(output: Tensor, target: Any) -> Tensor:
@@ -399,7 +399,7 @@ def require_none(batch: Batch, output: Tensor) -> None:
 def without_penalty(batch: Batch, output: Tensor) -> Tensor:
     """The loss of a batch of a sum over several, less what it adds to each batch, and not to each sample."""
     value = batch.loss_of(output)
-    read, own = _read_by_loss(batch, output)
+    read, penalty = _read_by_loss(batch, output)
     if not read:
         return value
     _, dim, target_dim = batch.dims
@@ -409,12 +409,12 @@ def without_penalty(batch: Batch, output: Tensor) -> Tensor:
         _, of_both = _read_by_loss(both, torch.cat([output, output], dim))
     except Exception as error:  # whatever a loss raises that takes no other number of samples
         raise unknown from error
-    once, again = (_derivatives(x, list(read.values())) for x in (own, of_both))
+    once, again = (_derivatives(x, list(read.values())) for x in (penalty, of_both))
     if _near(again, 2 * once):
         return value
     if not _near(again, once):
         raise unknown
-    return value - own
+    return value - penalty
 
 
 def _read_by_loss(batch: Batch, output: Tensor) -> tuple[dict[str, nn.Parameter], Tensor]:
@@ -441,5 +441,5 @@ def _derivatives(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([g.detach().flatten().to(first[0]) for g in (*first, *second)])
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).norm() <= 10 * torch.finfo(found.dtype).eps ** 0.5 * expected.norm())
+def _near(value: Tensor, expected: Tensor) -> bool:
+    return bool((value - expected).norm() <= 10 * torch.finfo(value.dtype).eps ** 0.5 * expected.norm())

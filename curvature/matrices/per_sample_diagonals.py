@@ -63,14 +63,14 @@ def per_sample_fisher_diagonals(
     require_injection(inject)
     space = source.space
     drawn = torch.Generator(space.device).manual_seed(seed_of(generator))
-    found = zeros(space, 0)
+    totals = zeros(space, 0)
 
     def visit(run: RecordedBatch) -> None:
-        for name, rows in found.items():
-            found[name] = rows.new_zeros(run.batch.count, *rows.shape[1:])
+        for name, rows in totals.items():
+            totals[name] = rows.new_zeros(run.batch.count, *rows.shape[1:])
         for chunk in run.chunks(inject, drawn):
             with without_autocast(space.devices.values()):
-                for name, total in found.items():
+                for name, total in totals.items():
                     lefts, rights = chunk.of(name) or ([], [])
                     for left, right in zip(lefts, rights, strict=True):
                         u = gradients(left)
@@ -78,7 +78,7 @@ def per_sample_fisher_diagonals(
 
     if source.batch(x, y).count:
         source.each(visit)
-    return found
+    return totals
 
 
 @either_form
@@ -118,15 +118,15 @@ def per_sample_hessian_diagonals(
     if not counted:
         return zeros(space, batch.count)
     last = alone(counted[-1])
-    found = None if batch.is_uneven else tried_by_vmap(lambda: _by_vmap(batch, space))
-    if found and not differences({name: rows[counted[-1]] for name, rows in found.items()}, last):
+    diagonals = None if batch.is_uneven else tried_by_vmap(lambda: _by_vmap(batch, space))
+    if diagonals and not differences({name: rows[counted[-1]] for name, rows in diagonals.items()}, last):
         left = torch.tensor(empty, dtype=torch.long, device="cpu")
-        return {name: rows.index_fill(0, left.to(rows.device), 0) for name, rows in found.items()}
-    found = zeros(space, batch.count)
+        return {name: rows.index_fill(0, left.to(rows.device), 0) for name, rows in diagonals.items()}
+    diagonals = zeros(space, batch.count)
     for n in counted:
-        for name, own in (last if n == counted[-1] else alone(n)).items():
-            found[name][n] = own
-    return found
+        for name, diagonal in (last if n == counted[-1] else alone(n)).items():
+            diagonals[name][n] = diagonal
+    return diagonals
 
 
 def _by_vmap(batch: Batch, space: Space) -> dict[str, Tensor]:

@@ -97,10 +97,10 @@ class Repeated:
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
-        known, found = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
+        known, now = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
         if not self.ordered:
-            known, found = known.sum(), found.sum()
-        if known.shape != found.shape or not torch.allclose(known, found, rtol=1e-6, equal_nan=True):
+            known, now = known.sum(), now.sum()
+        if known.shape != now.shape or not torch.allclose(known, now, rtol=1e-6, equal_nan=True):
             raise ValueError(
                 "data: another pass gave other batches; use a DataLoader with shuffle=False and without random "
                 "augmentation, or a list of pairs"
@@ -174,16 +174,18 @@ class Repeated:
     def _surroundings(self) -> dict[str, Any]:
         """What kept graphs are of, as far as it takes no look at values."""
         model, loss, data = self.source.model, self.source.loss, self.source.data
-        found: dict[str, Any] = {"data: the number of batches": number_of_batches(data)}
+        surroundings: dict[str, Any] = {"data: the number of batches": number_of_batches(data)}
         for what, module in (("model", model), ("loss", loss)):
             if isinstance(module, nn.Module):
                 named = [*module.named_parameters(), *module.named_buffers()]
-                found |= {f"{what}: {name}": _seen_of(t) for name, t in named}
-                found[f"{what}: its training mode"] = [m.training for m in module.modules()]
-        found |= {f"data: tensor {k}": _seen_of(t) for k, t in enumerate(tensors_in(data))}
+                surroundings |= {f"{what}: {name}": _seen_of(t) for name, t in named}
+                surroundings[f"{what}: its training mode"] = [m.training for m in module.modules()]
+        surroundings |= {f"data: tensor {k}": _seen_of(t) for k, t in enumerate(tensors_in(data))}
         kinds = {"cpu", *(p.device.type for p in model.parameters())}
-        found["autocast"] = {kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds}
-        return found
+        surroundings["autocast"] = {
+            kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds
+        }
+        return surroundings
 
     def _require_unchanged(self) -> None:
         before, now = self.kept_for, self._surroundings()
@@ -388,12 +390,12 @@ def require_symmetric(space: Space, passes: Repeated) -> None:
 
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
-    found = matmul(probes.T, passes.times(prepare, probes))
+    forms = matmul(probes.T, passes.times(prepare, probes))
     rounding = max(torch.finfo(kind).eps for kind in kinds)
-    if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
+    if not (forms - forms.T).abs().amax() <= rounding**0.5 * forms.norm():
         raise RuntimeError(
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
-            f"(u^T H v = {found[0, 1]:.6g}, v^T H u = {found[1, 0]:.6g}); gauss_newton() needs none"
+            f"(u^T H v = {forms[0, 1]:.6g}, v^T H u = {forms[1, 0]:.6g}); gauss_newton() needs none"
         )
 
 
@@ -415,10 +417,10 @@ def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [part.reshape(len(part), *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
-def _put(found: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
+def _put(gradients: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
     """Write the gradients (c, *shape) of the parameters to (c, P), or add them; None is zero."""
     parts = out.split([p.numel() for p in parameters], 1)
-    for g, part in zip(found, parts, strict=True):
+    for g, part in zip(gradients, parts, strict=True):
         if g is not None and add:
             part += g.reshape(part.shape).to(part.device)
         elif g is not None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from curvature.layers import Layout, Unsupported
 from curvature.linalg import full_precision, qr, symmetric_eigh, widen, widest
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Chunk
 from curvature.matrices.passes import RecordedBatch
 from curvature.recording import Use
+from curvature.structures import Chunk
 from curvature.terms import AffineLayout, OuterProduct
 
 MIN_WIDTH_RATIO = 2  # the outputs of the last layer are at least this many times its inputs
@@ -73,9 +73,9 @@ def diagonal_chunks(run: RecordedBatch, inject: Injection, generator: torch.Gene
     if diagonal is None or _mixes_places(head, product):
         yield from run.chunks(inject, generator)
         return
-    own = head.from_output(diagonal.movedim(0, dims[1])[None])[0]
+    squares = head.from_output(diagonal.movedim(0, dims[1])[None])[0]
     weights = run.weights(inject)
-    for number, (part, names) in enumerate(_vectors(head, own, product, run)):
+    for number, (part, names) in enumerate(_vectors(head, squares, product, run)):
         vectors = run.terms(head.to_output(part).to(run.output.dtype))
         terms = {name: of_vectors for name, of_vectors in vectors.items() if name in names}
         yield run.chunk(len(part), terms, terms, weights, number == 0)
@@ -86,16 +86,16 @@ def _vectors(
 ) -> Iterator[tuple[Tensor, frozenset[str]]]:
     """Vectors (k, n, t, o), with the names of the parameters whose diagonal they give."""
     step = run.cached_size
-    own = diagonal.clamp(min=0).sqrt()
-    for places in torch.arange(head.places, device=own.device).split(step):
-        yield _at_places(own[:, places].movedim(1, 0), places, head), head.names
+    roots = diagonal.clamp(min=0).sqrt()
+    for places in torch.arange(head.places, device=roots.device).split(step):
+        yield _at_places(roots[:, places].movedim(1, 0), places, head), head.names
     rest = frozenset(run.batch.parameters) - head.names
     if not rest:
         return
-    W = head.weight.to(own.dtype)
+    W = head.weight.to(roots.dtype)
     root = _root(W, product, head, step)
     inputs = W.shape[1]
-    for k in torch.arange(head.places * inputs, device=own.device).split(step):
+    for k in torch.arange(head.places * inputs, device=roots.device).split(step):
         columns = root[:, k // inputs, :, k % inputs] @ W.T  # (k, n, o)
         yield product(_at_places(columns, k // inputs, head)), rest
 
@@ -124,9 +124,9 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
     probe = head.probe().to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
-        found = product(_at_places(probe[None, :, t], torch.tensor([t], device=probe.device), head))
-        found[:, :, t] = 0
-        if found.any():
+        mixed = product(_at_places(probe[None, :, t], torch.tensor([t], device=probe.device), head))
+        mixed[:, :, t] = 0
+        if mixed.any():
             return True
     return False
 
@@ -145,12 +145,12 @@ def find_last_layer(run: RecordedBatch) -> LastLayer | None:
     if layout is None:
         return None
     digits = [_affine_term(use, b, layout) for b in _positions(run, use.index)]
-    found = [entry for entry in digits if entry is not None]
-    if len(found) < len(digits):
+    terms = [entry for entry in digits if entry is not None]
+    if len(terms) < len(digits):
         return None
-    name, term = found[0]
+    name, term = terms[0]
     base = _digit_base(run.output.dtype)
-    index = sum(term.b[:, :, 0].round().long() * base**k for k, (_, term) in enumerate(found))
+    index = sum(term.b[:, :, 0].round().long() * base**k for k, (_, term) in enumerate(terms))
     assert isinstance(index, Tensor)
     index = index.to(run.output.device)  # where the model may have moved its output to
     if not torch.equal(index.flatten().sort().values, torch.arange(run.output.numel(), device=index.device)):
@@ -202,7 +202,9 @@ def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
     norms = []
     for vector in (z, z - (z @ basis) @ basis.T):
         sent = head.to_output(vector).to(run.output.dtype)[0]
-        found = torch.autograd.grad([run.output], rest, [sent], retain_graph=True, allow_unused=True) if rest else ()
-        norms.append([0.0 if g is None else float(g.norm()) for g in found])
+        gradients = (
+            torch.autograd.grad([run.output], rest, [sent], retain_graph=True, allow_unused=True) if rest else ()
+        )
+        norms.append([0.0 if g is None else float(g.norm()) for g in gradients])
     rounding = 100 * torch.finfo(run.output.dtype).eps
     return all(left <= rounding * whole for whole, left in zip(*norms, strict=True))

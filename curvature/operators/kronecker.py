@@ -59,7 +59,7 @@ class LayerOperator(Operator):
         """The inverse of `_to_matrices`."""
         return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
-    def _described(self, **matrices: Tensor | None) -> list[str]:
+    def _describe(self, **matrices: Tensor | None) -> list[str]:
         """The number of groups, if there are several, and the form of each of these matrices."""
         form = lambda x: "identity" if x is None else "diagonal" if x.ndim == 2 else f"{x.shape[1]} x {x.shape[1]}"
         number = [f"{self.sides[0]} groups"] if self.sides[0] > 1 else []
@@ -173,7 +173,7 @@ class EigenKronecker(LayerOperator):
         return self._with(self.values + linalg.require_finite(damping), self.rounding)
 
     def _details(self) -> list[str]:
-        return self._described(rows=self.row_vectors, columns=self.column_vectors)
+        return self._describe(rows=self.row_vectors, columns=self.column_vectors)
 
 
 class Kronecker(LayerOperator):
@@ -253,7 +253,7 @@ class Kronecker(LayerOperator):
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
         if self._inverse is None and "eigen" not in vars(self):
-            rows, columns = map(_inverted, (self.rows, self.columns))
+            rows, columns = map(_invert, (self.rows, self.columns))
             if rows is not None and columns is not None:
                 self._inverse = Kronecker(self.space, self.arrangement, rows, columns, is_symmetric=True)
         return self._inverse
@@ -294,7 +294,7 @@ class Kronecker(LayerOperator):
         return Kronecker(self.space, self.arrangement, rows, _shift_diagonal(self.columns, damping**0.5 * pi))
 
     def _details(self) -> list[str]:
-        return self._described(B=self.rows, A=self.columns)
+        return self._describe(B=self.rows, A=self.columns)
 
 
 def _diagonal(side: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @linalg.full_precision()
-def _inverted(side: Tensor) -> Tensor | None:
+def _invert(side: Tensor) -> Tensor | None:
     """The inverse of a factor; None if it may not be positive definite to working precision."""
     if side.ndim == 2:
         return 1 / side if bool((side > 0).all()) else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.linalg import count_recovery, full_precision, stack
+from curvature.structures import FORMS
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
@@ -81,12 +82,12 @@ class Block:
         """The blocks that are measured, averaged and inverted separately: itself, unless it has parts."""
         return [self]
 
-    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
-        """The terms of the first parameter by leaf; empty if they do not fit."""
-        return [(self, terms)]
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        """What each leaf measures of the terms by parameter: those of the first; empty if they do not fit."""
+        return [(self, terms[self.names[0]])]
 
-    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        """Statistics of a batch for a leaf, from the terms of its first parameter; None if these do not fit.
+    def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> Any:
+        """Statistics of a batch for a leaf, from its `split_terms`; None if these do not fit.
 
         Args:
             samples: number of samples in the batch.
@@ -99,7 +100,9 @@ class Block:
         blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
     ) -> list[Any]:
         """`measure` with several blocks of this class, given the terms of each."""
-        return [block.measure(own, samples, rank, world_size) for block, own in zip(blocks, terms, strict=True)]
+        return [
+            block.measure(of_block, samples, rank, world_size) for block, of_block in zip(blocks, terms, strict=True)
+        ]
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         """Statistics of all processes from their all-reduced `sums`."""
@@ -127,7 +130,7 @@ class Block:
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """`solve` with several blocks of this class, given the gradients of each."""
-        return [block.solve(own) for block, own in zip(blocks, gradients, strict=True)]
+        return [block.solve(of_block) for block, of_block in zip(blocks, gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -155,8 +158,8 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves(self.state())
-        return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
+        leaves = pytree.tree_leaves(self.state())
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
     @property
     def expected_bytes(self) -> int:
@@ -211,9 +214,13 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        if state["structure"] not in STRUCTURES:
-            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(STRUCTURES)}")
-        return STRUCTURES[state["structure"]].from_state(state, device)
+        known = STRUCTURES | dict.fromkeys(FORMS.keys() - STRUCTURES.keys(), STRUCTURES["structure"])
+        if state["structure"] not in known:
+            raise ValueError(
+                f"unknown structure {state['structure']!r} of a block; known are {sorted(known)}, and classes of your "
+                "own once they are imported"
+            )
+        return known[state["structure"]].from_state(state, device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
@@ -224,11 +231,12 @@ class Block:
         if foreign := sorted(gate.keys() - {"closed", "count", "traces"}):
             raise ValueError(f"what is known of outliers has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
+        block.structure = state["structure"]
         block.was_outlier, block.outliers = gate.get("closed", False), gate.get("count", 0)
         block.traces = list(gate.get("traces", ()))
         for name, value in state.items():
             if name not in ("structure", "gate"):
-                setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
+                setattr(block, name, pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), value))
         block.after_restore()
         return block
 
@@ -239,12 +247,12 @@ class Block:
 STRUCTURES: dict[str, type[Block]] = {}  # by name
 
 
-def grouped(forms: Sequence[Any]) -> list[list[int]]:
+def group(forms: Sequence[Any]) -> list[list[int]]:
     """The places of equal forms together; None is a form of its own wherever it is."""
-    found: dict[Any, list[int]] = {}
+    places: dict[Any, list[int]] = {}
     for k, form in enumerate(forms):
-        found.setdefault((k, None) if form is None else form, []).append(k)
-    return list(found.values())
+        places.setdefault((k, None) if form is None else form, []).append(k)
+    return list(places.values())
 
 
 def debiased_weight(decay: float, updates: int) -> float:
@@ -278,7 +286,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     """
     seen = [leaf for block in blocks for leaf in block.leaves if leaf.updates]
     with full_precision():
-        for places in grouped([type(b) for b in seen]):
+        for places in group([type(b) for b in seen]):
             alike = [seen[k] for k in places]
             failed: list[Block] = []
             if not _succeeds(alike, share, damping, due):

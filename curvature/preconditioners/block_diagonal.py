@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, grouped, relative_changes
+from curvature.preconditioners.block import Block, BlockStatistics, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
+from curvature.preconditioners.structure_block import StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
+from curvature.structures import Choices, DiagonalStructure
 from curvature.terms import (
     Convolution,
     DenseGradients,
@@ -77,7 +79,8 @@ class CurvatureStore:
         """Forget blocks of parameters that have other shapes now, as those of a head that was replaced."""
         shapes = {name: tuple(p.shape) for name, p in parameters.items() if not nn.parameter.is_lazy(p)}
         known = [(block, block.parameter_shapes.items()) for block in self.blocks]
-        self.blocks = [block for block, own in known if all(shapes.get(name, shape) == shape for name, shape in own)]
+        is_there = lambda sizes: all(shapes.get(name, shape) == shape for name, shape in sizes)
+        self.blocks = [block for block, sizes in known if is_there(sizes)]
 
     def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What blocks solve for, given the gradients that there are."""
@@ -92,17 +95,17 @@ class CurvatureStore:
 
     def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, BlockStatistics]:
         """Statistics of all processes by leaf, from all-reduced sums by names of leaf and sum."""
-        found: dict[str, BlockStatistics] = {}
+        statistics: dict[str, BlockStatistics] = {}
         for leaf in (leaf for block in self.summed_blocks() for leaf in block.leaves):
-            own = {key: x for (name, key), x in sums.items() if name == leaf.names[0]}
-            if own:
-                found[leaf.names[0]] = leaf.statistics_from(own)
-        return found
+            of_leaf = {key: x for (name, key), x in sums.items() if name == leaf.names[0]}
+            if of_leaf:
+                statistics[leaf.names[0]] = leaf.statistics_from(of_leaf)
+        return statistics
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Create the blocks that only other processes have, and take over the order of these states."""
-        own = {block.names[0]: block for block in self.summed_blocks()}
-        make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
+        known = {block.names[0]: block for block in self.summed_blocks()}
+        make = lambda state: known.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -122,15 +125,20 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
+        choices: other structures, of some layers.
     """
 
-    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
+    def __init__(
+        self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None,
+        choices: Choices | None = None,
+    ) -> None:  # fmt: skip
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
         self.sharing, self.kind, self.block_size = sharing, kind, block_size
+        self.choices = choices or Choices(None, ())
         self.axes: dict[tuple[frozenset[str], int], Layout | None] = {}  # as `learn_axes` has found them
 
     def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
@@ -140,25 +148,25 @@ class BlockDiagonalCurvature(CurvatureStore):
         tokens and samples in this order into one axis. A use whose gradients do not tell is asked again; a pass of a
         single sample says nothing.
         """
-        keyed = _keyed(tape)
+        keyed = _number_uses(tape)
         new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
         tensors = [x for x in outputs if isinstance(x, Tensor) and x.shape[:1] == (count,) and x.requires_grad]
         for x in tensors if any(new) else ():
             with without_autocast([x.device]):
-                found = certain_layouts(tape, x, new)
-            for k, layout in found.items():
+                certain = certain_layouts(tape, x, new)
+            for k, layout in certain.items():
                 key, _ = keyed[k]
                 self.axes[key] = layout or self.axes.get(key)
 
     def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
         """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample."""
-        found: list[Iterable[Layout]] = []
-        for key, use in _keyed(tape):
+        layouts: list[Iterable[Layout]] = []
+        for key, use in _number_uses(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
                 candidates = sorted(candidates, key=functools.partial(_difference, known))
-            found.append(itertools.chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
-        return found
+            layouts.append(itertools.chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
+        return layouts
 
     def measure(
         self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], batch: BatchFacts
@@ -176,23 +184,28 @@ class BlockDiagonalCurvature(CurvatureStore):
         self, tape: Tape, outputs: Sequence[Tensor], sent: Sequence[Tensor], samples: int, batch: BatchFacts
     ) -> CurvatureStatistics:
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
-        found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
+        measured, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
+        # 1 where samples are in each use, and which block each parameter has
+        layouts, index = self._layouts(tape, batch.count), self.index()
         noise = sent if batch.independent else ()
         memory = set(map(_memory, noise))
 
         def add(terms: dict[str, list[Term]]) -> None:
-            found.add_(self.measure_terms(tape, terms, index, samples, batch.rank, batch.world_size))
+            # 4 statistics of their blocks, blocks of one class together, and how far the last step has moved outputs
+            measured.add_(self.measure_terms(tape, terms, index, samples, batch.rank, batch.world_size))
             changes.update(self._changes(terms, index, batch))
-
-        layouts, index = self._layouts(tape, batch.count), self.index()
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
+            # 3 terms of each parameter
             terms, _ = terms_by_parameter(tape, backprops, layouts, others)
-            terms = {name: [_told(term, memory) for term in own] for name, own in terms.items() if own}
+            terms = {
+                name: [_mark_independent(term, memory) for term in parts] for name, parts in terms.items() if parts
+            }
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
+        # 2 send the vectors back, some layers at a time
         with _copies_noted(outputs, memory):
             stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(sent[0].device))
         if unexplained:  # the gradients of the whole batch
@@ -200,8 +213,8 @@ class BlockDiagonalCurvature(CurvatureStore):
             roots = [tape.parameters[name].tensor for name in names]
             whole = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
             add({name: [DenseGradients(g[None])] for name, g in zip(names, whole, strict=True) if g is not None})
-        found.along = _energies(changes)
-        return found
+        measured.along = _energies(changes)
+        return measured
 
     def index(self) -> dict[str, int]:
         """By parameter, the index of its block."""
@@ -209,19 +222,19 @@ class BlockDiagonalCurvature(CurvatureStore):
 
     def _of(self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int]) -> list[Block]:
         """The blocks of the parameters that have terms."""
-        return [self.blocks[k] for k in sorted({index[name] for name, own in terms.items() if own})]
+        return [self.blocks[k] for k in sorted({index[name] for name, parts in terms.items() if parts})]
 
     def _changes(
         self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int], batch: BatchFacts
     ) -> dict[str, Tensor]:
         """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
-        found: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {}
         for block in self._of(terms, index) if batch.displacement else ():
             names = [name for name in block.names if terms.get(name) and name in batch.displacement]
             if names and all(len(term) == batch.count for name in names for term in terms[name]):
                 pairs = ((terms[name], batch.displacement[name]) for name in names)
-                found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
-        return found
+                changes[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
+        return changes
 
     def measure_backprops(
         self, tape: Tape, backprops: Sequence[Tensor | None], whole: Mapping[str, Tensor], batch: BatchFacts
@@ -233,9 +246,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, batch.count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
         index = self.index()
-        found = self.measure_terms(tape, terms, index, batch.count, batch.rank, batch.world_size)
-        found.along = _energies(self._changes(terms, index, batch))
-        return found
+        measured = self.measure_terms(tape, terms, index, batch.count, batch.rank, batch.world_size)
+        measured.along = _energies(self._changes(terms, index, batch))
+        return measured
 
     def weighted_gradients(
         self, tape: Tape, node: ParameterNode, backprops: Sequence[Tensor | None], weights: Tensor
@@ -248,30 +261,50 @@ class BlockDiagonalCurvature(CurvatureStore):
 
     def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], index: dict[str, int]) -> None:
         """Blocks of the parameters that have terms and no block yet."""
-        if all(name in index for name, own in terms.items() if own):
+        if all(name in index for name, parts in terms.items() if parts):
             return
-        taken = set(index)
-        todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
-        for name, node in todo.items():
-            bias = joint_bias(tape, name)
-            names = [name] if bias is None or bias in taken else [name, bias]
-            shapes, dtype = [tuple(tape.parameters[n].tensor.shape) for n in names], node.tensor.dtype
-            found = self._kronecker_block(names, terms[name], shapes, dtype)
-            found = found or self._row_range_block(names, terms[name], shapes, dtype)
-            if found is not None:
-                self.blocks.append(found)
-                taken |= set(names)
-        for name, node in todo.items():
-            if name not in taken:
-                readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-                fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
-                what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
-                reason = f"{what}; the diagonal of the curvature is used"
-                self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
+        new = [name for name in tape.parameters if terms.get(name) and name not in index]
+        made = [block for names in self._layers(tape, new, index) for block in self._blocks_of(tape, names, terms)]
+        self.blocks += sorted(made, key=lambda block: isinstance(block, DiagonalBlock))
         index.update(self.index())
 
+    def _layers(self, tape: Tape, names: Sequence[str], index: Mapping[str, int]) -> list[tuple[str, ...]]:
+        """The parameters of these names that have a block together: a weight with its bias; all others alone."""
+        alone, layers = self.choices.alone, dict[str, tuple[str, ...]]()
+        for name in names:
+            bias = joint_bias(tape, name)
+            if bias is not None and bias not in index and bias not in layers and alone.isdisjoint((name, bias)):
+                layers |= dict.fromkeys((name, bias), (name, bias))
+        return list(dict.fromkeys(layers.get(name, (name,)) for name in names))
+
+    def _blocks_of(self, tape: Tape, names: Sequence[str], terms: Mapping[str, list[Term]]) -> list[Block]:
+        """One block for a layer, or the diagonals of its parameters."""
+        shapes, dtype = [tuple(tape.parameters[n].tensor.shape) for n in names], tape.parameters[names[0]].tensor.dtype
+        choice = self.choices.of(names)
+        if choice is DiagonalStructure:
+            return [self._diagonal_block(tape, name, "chosen by structure=") for name in names if terms.get(name)]
+        if isinstance(choice, type):
+            return [StructureBlock(choice, dict(zip(names, shapes, strict=True)), dtype)]
+        kind = choice or self.kind
+        block = self._kronecker_block(kind, names, terms[names[0]], shapes, dtype)
+        block = block or self._row_range_block(kind, names, terms[names[0]], shapes, dtype)
+        if block is not None:
+            return [block]
+        if choice is not None:
+            raise ValueError(f'structure: {names[0]} has no Kronecker factors; choose "dense" or "diagonal"')
+        return [self._diagonal_block(tape, name) for name in names if terms.get(name)]
+
+    def _diagonal_block(self, tape: Tape, name: str, reason: str = "") -> Block:
+        node = tape.parameters[name]
+        if not reason:
+            readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
+            fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
+            what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
+            reason = f"{what}; the diagonal of the curvature is used"
+        return DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason)
+
     def _kronecker_block(
-        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+        self, structure: str, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
     ) -> Block | None:
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
@@ -279,20 +312,21 @@ class BlockDiagonalCurvature(CurvatureStore):
         kinds = scheme.kinds
         rows = max((max(scheme.block_sizes(k)) for k, kind in enumerate(kinds) if not kind.is_diagonal), default=0)
         is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind in kinds)
-        block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
-        if is_large and self.kind == "eigen":
+        block = LAYERS["kronecker" if is_large else structure](names, scheme)
+        if is_large and structure == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"
         return block
 
     def _row_range_block(
-        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+        self, structure: str, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
     ) -> Block | None:
         """A block for every range of rows that is read apart; None unless these cover all rows and have factors."""
         parts: dict[tuple[int, int], Block] = {}
         end = 0
-        for start, stop, own in row_ranges(terms):
+        for start, stop, of_rows in row_ranges(terms):
             sizes = [(stop - start, *shape[1:]) for shape in shapes]
-            part = self._kronecker_block([name_of_rows(name, start, stop) for name in names], own, sizes, dtype)
+            rows = [name_of_rows(name, start, stop) for name in names]
+            part = self._kronecker_block(structure, rows, of_rows, sizes, dtype)
             if part is None or start != end:
                 return None
             parts[start, stop], end = part, stop
@@ -305,33 +339,36 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Statistics from the terms of one vector; `index` is that of the blocks, to which new ones are added."""
         self._create_blocks(tape, terms, index)
         seen = [block for block in self._of(terms, index) if terms.get(block.names[0])]
-        split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
-        found: dict[int, BlockStatistics | None] = {}
+        split = [pair for block in seen for pair in block.split_terms(terms)]
+        measured: dict[int, BlockStatistics | None] = {}
         with full_precision():
-            for alike in grouped([type(leaf) for leaf, _ in split]):
+            for alike in group([type(leaf) for leaf, _ in split]):
                 leaves, each = zip(*(split[k] for k in alike), strict=True)
-                found |= zip(alike, leaves[0].measure_all(leaves, each, count, rank, world_size), strict=True)
+                measured |= zip(alike, leaves[0].measure_all(leaves, each, count, rank, world_size), strict=True)
         return CurvatureStatistics(
-            {leaf.names[0]: own for k, (leaf, _) in enumerate(split) if (own := found[k]) is not None}
+            {leaf.names[0]: statistics for k, (leaf, _) in enumerate(split) if (statistics := measured[k]) is not None}
         )
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite. The host waits once."""
+        # 1 means over samples, of each leaf that was measured
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        seen = [(leaf, own, *found) for leaf, own in pairs if (found := leaf.means(own)) is not None]
-        numbers = map(float, to_host([x for *_, traces, others in seen for x in traces + others]))
+        measured = [LeafMeans(leaf, sums, *mean) for leaf, sums in pairs if (mean := leaf.means(sums)) is not None]
+        # 2 read what has to be finite
+        numbers = _read([mean.traces + mean.others for mean in measured])
         moved: dict[Block, int] = {}  # by how many of the drifts
         drifts: list[Tensor] = []
         waiting: list[tuple[Tensor, Tensor]] = []
-        for leaf, own, means, traces, others in seen:
-            known = [next(numbers) for _ in traces + others]
+        for (leaf, sums, matrices, traces, _), known in zip(measured, numbers, strict=True):
+            # 3 average
             if all(map(math.isfinite, known)):
                 weight = leaf.weight(known[: len(traces)], decay)
-                if sides := leaf.update(own, means, decay, weight):
+                if sides := leaf.update(sums, matrices, decay, weight):
                     moved[leaf] = len(sides)
                     waiting += sides
+            # 4 compare each side with what it was before, some together, which are in memory no longer than that
             if waiting and sum(old.numel() for old, _ in waiting) > MOST_COMPARED.at(waiting[0][0].device):
                 drifts.append(relative_changes(waiting))
                 waiting = []
@@ -341,8 +378,24 @@ class BlockDiagonalCurvature(CurvatureStore):
             leaf.drift = drift
 
 
-def _told(term: Term, noise: Collection[int]) -> Term:
-    """The term, told apart where its backprops are entries of vectors with the memory `noise`, none of them twice."""
+class LeafMeans(NamedTuple):
+    """What `Block.means` gives of a leaf's statistics."""
+
+    leaf: Block
+    statistics: BlockStatistics
+    matrices: Any
+    traces: list[Tensor]
+    others: list[Tensor]
+
+
+def _read(scalars: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """The numbers of each leaf; the host waits once for all."""
+    numbers = iter(to_host([x for of_leaf in scalars for x in of_leaf]))
+    return [[float(number) for number in itertools.islice(numbers, len(of_leaf))] for of_leaf in scalars]
+
+
+def _mark_independent(term: Term, noise: Collection[int]) -> Term:
+    """Mark a term whose backprops are the injected random numbers themselves, in the memory `noise`, none twice."""
     if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
     b = term.b
@@ -384,14 +437,14 @@ def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip([*changes, ""], torch.cat([each, each.sum(0, keepdim=True)]).square().sum(1), strict=True))
 
 
-def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
+def _number_uses(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
     """The uses with the names of their parameters, and how many uses of these came before."""
     numbers: dict[frozenset[str], int] = {}
-    found = []
+    keyed = []
     for use in tape.uses:
         number = numbers[use.names] = numbers.get(use.names, -1) + 1
-        found.append(((use.names, number), use))
-    return found
+        keyed.append(((use.names, number), use))
+    return keyed
 
 
 def _difference(known: Layout, other: Layout) -> tuple[bool, ...]:
@@ -403,8 +456,8 @@ def _difference(known: Layout, other: Layout) -> tuple[bool, ...]:
 @functools.lru_cache
 def _is_open(shape: tuple[int, ...], count: int) -> bool:
     """Whether sizes leave open which axis of a use holds the samples: it is not the first, or not the only one."""
-    found = list(candidate_axes(shape, count))
-    return len(found) > 1 and (found[0] != Layout(0, 1, count, 1) or found[1].size == count)
+    candidates = list(candidate_axes(shape, count))
+    return len(candidates) > 1 and (candidates[0] != Layout(0, 1, count, 1) or candidates[1].size == count)
 
 
 # -- a weight whose rows are read in separate ranges: one block for each range
@@ -416,7 +469,7 @@ def _of_parts(name: str, together: Callable[[Iterator[Any]], Any]) -> Any:
 
 
 def _largest(drifts: Iterator[Tensor | None]) -> Tensor | None:
-    known = [own for own in drifts if own is not None]
+    known = [drift for drift in drifts if drift is not None]
     return torch.cat(known).amax()[None] if known else None
 
 
@@ -438,15 +491,15 @@ class RowRangeBlock(Block):
     def leaves(self) -> list[Block]:
         return list(self.parts.values())
 
-    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
-        found = {(own.start, own.stop): own.terms for own in row_ranges(terms)}
-        if found.keys() - self.parts.keys():
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        by_rows = {(start, stop): of_rows for start, stop, of_rows in row_ranges(terms[self.names[0]])}
+        if by_rows.keys() - self.parts.keys():
             return []
-        return [(self.parts[rows], own) for rows, own in found.items()]
+        return [(self.parts[rows], of_rows) for rows, of_rows in by_rows.items()]
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        found = [part.solve([g[slice(*rows)] for g in gradients]) for rows, part in self.parts.items()]
-        return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+        solutions = [part.solve([g[slice(*rows)] for g in gradients]) for rows, part in self.parts.items()]
+        return [torch.cat(pieces) for pieces in zip(*solutions, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -484,8 +537,8 @@ class RowRangeBlock(Block):
 
     def state(self) -> dict[str, Any]:
         parts = {part.names[0]: part.state() for part in self.leaves}
-        own = {"structure": self.structure, "names": self.names}
-        return own | {"ranges": tuple(self.parts), "parts": parts}
+        layout = {"structure": self.structure, "names": self.names}
+        return layout | {"ranges": tuple(self.parts), "parts": parts}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:

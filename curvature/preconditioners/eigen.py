@@ -32,7 +32,7 @@ def _squares(basis: kronecker.Basis, terms: Sequence[Any], rank: int, world_size
 
 
 @dataclass
-class EigenStatistics(kronecker.SideStatistics):
+class EigenStatistics(kronecker.KroneckerStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured."""
 
     basis: Matrices | None = None  # None if there was none yet
@@ -50,7 +50,7 @@ class EigenStatistics(kronecker.SideStatistics):
     def squares_in(self, basis: Matrices) -> Tensor:
         """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
-        is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
+        is_same = all(known is other for known, other in zip(self.basis, basis, strict=True))
         return self.squares if is_same else kronecker.carry_diagonal(self.squares, self.basis, basis)
 
     def scale_vectors_(self, times: float) -> None:
@@ -58,17 +58,17 @@ class EigenStatistics(kronecker.SideStatistics):
         self.squares = None if self.squares is None else self.squares * times**2
 
     def parts(self, blocks: Sequence[Any]) -> list[Any]:
-        found = super().parts(blocks)
+        parts = super().parts(blocks)
         if self.squares is not None:
-            for part, block, squares in zip(found, blocks, self.squares.chunk(len(found)), strict=True):
+            for part, block, squares in zip(parts, blocks, self.squares.chunk(len(parts)), strict=True):
                 part.squares, part.basis = squares, block.basis
-        return found
+        return parts
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        found = super().sums(rank, size)
+        tensors = super().sums(rank, size)
         if self.squares is not None:
-            found |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
-        return found
+            tensors |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
+        return tensors
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
         super().load_sums(sums)
@@ -102,13 +102,13 @@ class EigenBlock(KroneckerBlock):
         return None if self.inverse is None else (self.inverse.rows, self.inverse.columns)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        found = super().measure(terms, samples, rank, world_size)
-        if found is not None and self.basis is not None:
+        statistics = super().measure(terms, samples, rank, world_size)
+        if statistics is not None and self.basis is not None:
             basis = kronecker.Basis(self.scheme, *(matrix.vectors for matrix in self.basis))
             each = kronecker.by_length(terms)  # those with the same number of samples belong together
-            found.squares = sum_in_place(_squares(basis, own, rank, world_size) for own in each)
-            found.basis, found.squares_samples = self.basis, samples
-        return found
+            statistics.squares = sum_in_place(_squares(basis, alike, rank, world_size) for alike in each)
+            statistics.basis, statistics.squares_samples = self.basis, samples
+        return statistics
 
     def joint_form(self, terms: Sequence[Term]) -> Any:
         form, inverse = super().joint_form(terms), () if self.inverse is None else self.inverse.form
@@ -116,15 +116,15 @@ class EigenBlock(KroneckerBlock):
 
     @staticmethod
     def joined(blocks: Sequence[Any]) -> Any:
-        found = KroneckerBlock.joined(blocks)
+        whole = KroneckerBlock.joined(blocks)
         first, *others = (block.inverse for block in blocks)
-        found.inverse = None if first is None else first.stacked(others)
-        return found
+        whole.inverse = None if first is None else first.stacked(others)
+        return whole
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        found = super().statistics_from(sums)
-        found.basis = self.basis
-        return found
+        statistics = super().statistics_from(sums)
+        statistics.basis = self.basis
+        return statistics
 
     @property
     def expected_bytes(self) -> int:
@@ -133,16 +133,16 @@ class EigenBlock(KroneckerBlock):
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
     def means(self, statistics: EigenStatistics) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
-        found = super().means(statistics)
-        return found if found is None or statistics.squares is None else (*found[:2], [statistics.squares.sum()])
+        means = super().means(statistics)
+        return means if means is None or statistics.squares is None else (*means[:2], [statistics.squares.sum()])
 
     def update(
         self, statistics: EigenStatistics, means: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
-            own = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
-            self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, own)
+            value_weight = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
+            self.values = self.values.lerp(self._even_out(statistics.squares_in(basis), basis) / count, value_weight)
             self.is_outdated = not self.seen
             self.seen += 1
         return super().update(statistics, means, decay, weight)
@@ -158,11 +158,11 @@ class EigenBlock(KroneckerBlock):
         """
         both = (True, True)
         pairs = [(b, due.get(b.names[0], both) if b.is_ready and not b.failures else both) for b in blocks]
-        turning = [side for b, own in pairs for side, is_due in zip(b.sides, own, strict=True) if is_due]
-        found = iter(kronecker.eigenbases(turning))
+        turning = [side for b, sides_due in pairs for side, is_due in zip(b.sides, sides_due, strict=True) if is_due]
+        bases = iter(kronecker.eigenbases(turning))
         for block, (rows_due, columns_due) in pairs:
-            rows = next(found) if rows_due else (block.row_values, block.basis[0])
-            columns = next(found) if columns_due else (block.column_values, block.basis[1])
+            rows = next(bases) if rows_due else (block.row_values, block.basis[0])
+            columns = next(bases) if columns_due else (block.column_values, block.basis[1])
             tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
             block._turn(rows, columns, *((tiny, block.shares(share)) if damping is None else (damping, (0.0, 0.0))))
 
@@ -170,7 +170,7 @@ class EigenBlock(KroneckerBlock):
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
             carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
-            self.values = self._evened(carried, (rows, columns))
+            self.values = self._even_out(carried, (rows, columns))
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
         if not self.seen:
             self.values = b * a
@@ -184,7 +184,7 @@ class EigenBlock(KroneckerBlock):
         inverted = 1 / (values + shift_b * a + shift_a * b + shift_a * shift_b + damping)
         self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
-    def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
+    def _even_out(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
         for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
             if matrix.vectors is not None and eigenvalues is not None:

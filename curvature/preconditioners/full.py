@@ -46,7 +46,10 @@ class FullBlock(Block):
         there = [block for block in blocks if all(rows.shapes.get(k) == shape for k, shape in block.shapes.items())]
         whole = rows.jacobian
         jacobians = [whole.restricted(block.names) for block in there]
-        seen = [(block, own, *block.summarize(own)) for block, own in zip(there, jacobians, strict=True)]
+        seen = [
+            (block, restricted, *block.summarize(restricted))
+            for block, restricted in zip(there, jacobians, strict=True)
+        ]
         numbers = map(float, to_host([trace for *_, trace in seen]))
         for (block, jacobian, new, trace), number in zip(seen, numbers, strict=True):
             if not math.isfinite(number):
@@ -73,8 +76,8 @@ class FullBlock(Block):
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
         named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
-        found = self.solve_named(named, self.damping)
-        return [found[name].to(g.dtype) for name, g in given.items()]
+        solution = self.solve_named(named, self.damping)
+        return [solution[name].to(g.dtype) for name, g in given.items()]
 
     def decompose(self, damping: Damping) -> None:
         """Prepare `solve` with the damped curvature; if that fails, it raises before anything has changed."""
@@ -132,8 +135,8 @@ class WoodburyBlock(FullBlock):
     squares: Named | None = None  # the diagonal, if no decomposition has succeeded
 
     def summarize(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
-        found = LeastSquares(jacobian)
-        return found, found.trace
+        problem = LeastSquares(jacobian)
+        return problem, problem.trace
 
     def absorb(self, new: LeastSquares) -> None:
         self.fresh = new
@@ -142,12 +145,12 @@ class WoodburyBlock(FullBlock):
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         """The host asks once for all blocks whether decompositions have succeeded."""
         dampings = [block.own_damping(share) if damping is None else damping for block in blocks]
-        new = [(b, own * b.count) for b, own in zip(blocks, dampings, strict=True) if b.fresh is not None]
+        new = [(b, added * b.count) for b, added in zip(blocks, dampings, strict=True) if b.fresh is not None]
         LeastSquares.prepare_all([block.fresh for block, _ in new], [scaled for _, scaled in new])
         for block, scaled in new:
             block.scaled, block.problem, block.divisor, block.fresh = scaled, block.fresh, block.count, None
-        for block, own in zip(blocks, dampings, strict=True):
-            block.damping = own
+        for block, added in zip(blocks, dampings, strict=True):
+            block.damping = added
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

@@ -45,12 +45,14 @@ class FullCurvature(CurvatureStore):
         """The rows of a recorded pass."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         self._arrange(jacobian.shapes, self._layers(tape, jacobian))
-        found = CurvatureStatistics(rows=RowStatistics([jacobian], batch.count), along=self._along(jacobian, batch))
+        statistics = CurvatureStatistics(
+            rows=RowStatistics([jacobian], batch.count), along=self._along(jacobian, batch)
+        )
         for block in self._iterating:
-            own = block.factors
+            store = block.factors
             for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
-                found.add_(own.measure_terms(tape, dict(terms), own.index(), batch.count if k == 0 else 0))
-        return found
+                statistics.add_(store.measure_terms(tape, dict(terms), store.index(), batch.count if k == 0 else 0))
+        return statistics
 
     @property
     def _iterating(self) -> list[ConjugateGradientBlock]:
@@ -73,8 +75,8 @@ class FullCurvature(CurvatureStore):
             return {}
         changes = jacobian.columns(batch.displacement, blocks) * (batch.count**0.5 if self.is_sum else 1.0)
         squares = changes.square().sum(0).unbind()
-        own = {names[0]: square for names, square in zip(blocks, squares, strict=True)}
-        return own | {"": changes.sum(1).square().sum()}
+        squares_of_blocks = {names[0]: square for names, square in zip(blocks, squares, strict=True)}
+        return squares_of_blocks | {"": changes.sum(1).square().sum()}
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
@@ -94,21 +96,27 @@ class FullCurvature(CurvatureStore):
         known = {block.names: block for block in self.blocks}
 
         def block(names: tuple[str, ...]) -> FullBlock:
-            own, found = {name: shapes[name] for name in names}, known.get(names)
-            return found if found is not None and found.shapes == own else self.kind(own, self.is_sum)
+            sizes, block_before = {name: shapes[name] for name in names}, known.get(names)
+            if block_before is not None and block_before.shapes == sizes:
+                return block_before
+            return self.kind(sizes, self.is_sum)
 
         self.blocks = [block(names) for names in layers]
 
     def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
         """Replace local rows by those of all processes, each of which then solves the whole problem."""
-        own, layers = statistics.rows, [block.names for block in self.blocks]
-        known = [x for x in objects(own and (own.shapes, own.samples, own.times, layers)) if x is not None]
+        rows_here, layers = statistics.rows, [block.names for block in self.blocks]
+        known = [
+            x
+            for x in objects(rows_here and (rows_here.shapes, rows_here.samples, rows_here.times, layers))
+            if x is not None
+        ]
         if not known:
             return
         shapes, _, times, _ = known[0]
         device = next(self.model.parameters()).device
         missing = Jacobian((), shapes, torch.zeros((), device=device))
-        rows = missing if own is None else own.jacobian.scaled(own.times / times)
+        rows = missing if rows_here is None else rows_here.jacobian.scaled(rows_here.times / times)
         rows, _ = rows.gathered(objects)
         self._arrange(shapes, _disjoint(names for *_, theirs in known for names in theirs))
         statistics.rows = RowStatistics([rows], sum(samples for _, samples, *_ in known), times)
@@ -120,21 +128,21 @@ class FullCurvature(CurvatureStore):
 
     def summed_blocks(self) -> list[Block]:
         """The blocks of a preconditioner."""
-        return [own for block in self._iterating for own in block.factors.blocks]
+        return [of_layer for block in self._iterating for of_layer in block.factors.blocks]
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         for block in self._iterating:
-            own = [state for state in states if set(state["names"]) <= set(block.names)]
-            block.factors.complete(own, device)
+            of_block = [state for state in states if set(state["names"]) <= set(block.names)]
+            block.factors.complete(of_block, device)
 
 
 def _disjoint(layers: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Those layers that share no parameter with an earlier one: the same on all processes."""
-    found: list[tuple[str, ...]] = []
+    chosen: list[tuple[str, ...]] = []
     for names in layers:
-        if not any(set(names) & set(other) for other in found):
-            found.append(names)
-    return found
+        if not any(set(names) & set(other) for other in chosen):
+            chosen.append(names)
+    return chosen
 
 
 class ConjugateGradientBlock(FullBlock):
@@ -199,8 +207,8 @@ class ConjugateGradientBlock(FullBlock):
     @property
     def bytes(self) -> int:
         """Memory of the batch and of the preconditioner."""
-        own = 0 if self.jacobian is None else self.jacobian.bytes
-        return own + super().bytes + sum(block.bytes for block in self.factors.blocks)
+        of_jacobian = 0 if self.jacobian is None else self.jacobian.bytes
+        return of_jacobian + super().bytes + sum(block.bytes for block in self.factors.blocks)
 
     def describe(self) -> str:
         return f"{super().describe()}, {int(self.iterations)} iterations"

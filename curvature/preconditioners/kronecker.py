@@ -18,18 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from curvature import kronecker
 from curvature.linalg import ByDevice
-from curvature.preconditioners.block import Block, Due, grouped
+from curvature.preconditioners.block import Block, Due, group
+from curvature.structures import averaged_sparsity, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
 MAX_JOINED = ByDevice(2**16, 2**20)
-# Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
-# times its size over the number of rows is added, in its mean eigenvalues
-SHRINKAGE = 3.0
 
 
 class KroneckerBlock(Block):
@@ -43,7 +40,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "sparsity", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
-    statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
+    statistics: type[kronecker.KroneckerStatistics] = kronecker.KroneckerStatistics
     sparsity = (0.0, 0.0)  # one over the number of rows that the average of each side rests on
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
     unseen: Tensor | None = None  # of tables: one look-up as a share of all in the average, by side (2,)
@@ -58,8 +55,8 @@ class KroneckerBlock(Block):
     def state(self) -> dict[str, Any]:
         rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
         inverse = {} if self.inverse is None else self.inverse.state()
-        own = {"scheme": asdict(self.scheme), "row_side": rows, "column_side": columns, "inverse": inverse}
-        return super().state() | own
+        layout = {"scheme": asdict(self.scheme), "row_side": rows, "column_side": columns, "inverse": inverse}
+        return super().state() | layout
 
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
@@ -68,8 +65,7 @@ class KroneckerBlock(Block):
         columns: Any = self.column_side
         if rows is not None and columns is not None:
             self.row_side, self.column_side = (self.scheme.side_of_entries(*x) for x in enumerate((rows, columns)))
-        place = None if rows is None else rows.device
-        self._load_inverse(pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse))
+        self._load_inverse(self.inverse)
 
     def _load_inverse(self, state: Any) -> None:
         self.inverse = kronecker.inverse_of_state(state) if state else None
@@ -92,7 +88,7 @@ class KroneckerBlock(Block):
         return rows, columns
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        here, found = self.scheme, self.statistics(self.scheme, samples=samples)
+        here, measured = self.scheme, self.statistics(self.scheme, samples=samples)
         try:
             readings = here.readings(terms)
         except ValueError:  # read in another form than before
@@ -100,34 +96,35 @@ class KroneckerBlock(Block):
         for reading, parts in readings.items():
             chosen = kronecker.subsample_samples(parts, here.sharing, rank, world_size)
             moment, number = here.activations(chosen)
-            found.activations[reading] = here.side(not reading.flipped, moment), number
+            measured.activations[reading] = here.side(not reading.flipped, moment), number
             if samples and reading.one_hot and here.kinds[not reading.flipped].is_diagonal:
-                found.looked_up = moment.new_zeros(2) if found.looked_up is None else found.looked_up
-                found.looked_up[int(not reading.flipped)] = here.look_ups(chosen, moment, number)
-            found.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
+                measured.looked_up = moment.new_zeros(2) if measured.looked_up is None else measured.looked_up
+                measured.looked_up[int(not reading.flipped)] = here.look_ups(chosen, moment, number)
+            measured.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
             backprops = kronecker.count_rows(parts, here.sharing)
             activations = kronecker.count_rows(chosen, here.sharing) if samples else 0  # later vectors bring none
             counts = (activations, backprops) if reading.flipped else (backprops, activations)
-            found.rows = found.rows[0] + counts[0], found.rows[1] + counts[1]
-        return found
+            measured.rows = measured.rows[0] + counts[0], measured.rows[1] + counts[1]
+        return measured
 
     @staticmethod
     def measure_all(
         blocks: Sequence[Any], terms: Sequence[Sequence[Any]], samples: float, rank: int = 0, world_size: int = 1
     ) -> list[Any]:
         """Small blocks of one layout are measured as the groups of one."""
-        found: dict[int, Any] = {}
-        for alike in grouped([block.joint_form(own) for block, own in zip(blocks, terms, strict=True)]):
+        measured: dict[int, Any] = {}
+        for alike in group([block.joint_form(of_block) for block, of_block in zip(blocks, terms, strict=True)]):
             if len(alike) == 1:
-                found[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
+                measured[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
                 continue
-            own = [blocks[k] for k in alike]
-            joint, first = own[0].joined(own), terms[alike[0]][0]
+            alike_blocks = [blocks[k] for k in alike]
+            joint, first = alike_blocks[0].joined(alike_blocks), terms[alike[0]][0]
             a, b = (torch.cat([getattr(terms[k][0], side) for k in alike], 2) for side in "ab")
             term = OuterProduct(a, b, joint.scheme.arrangement.shapes[0], independent=first.independent)
             whole = joint.measure([term], samples, rank, world_size)
-            found |= dict(zip(alike, [None] * len(own) if whole is None else whole.parts(own), strict=True))
-        return [found[k] for k in range(len(blocks))]
+            parts = [None] * len(alike) if whole is None else whole.parts(alike_blocks)
+            measured |= dict(zip(alike, parts, strict=True))
+        return [measured[k] for k in range(len(blocks))]
 
     @property
     def has_separate_rows(self) -> bool:
@@ -155,9 +152,9 @@ class KroneckerBlock(Block):
         )
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        found = self.statistics(self.scheme)
-        found.load_sums(sums)
-        return found
+        statistics = self.statistics(self.scheme)
+        statistics.load_sums(sums)
+        return statistics
 
     def empty_like(self) -> Block:
         new = type(self)(self.names, self.scheme)
@@ -178,19 +175,19 @@ class KroneckerBlock(Block):
         self, statistics: Any, means: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
-        now = [side.averaged(own, weight) for side, own in zip(means, old, strict=True)]
+        now = [side.averaged(last, weight) for side, last in zip(means, old, strict=True)]
         self.row_side, self.column_side = now
         if (number := statistics.looked_up) is not None:
             share = torch.where(number > 0, weight / number, 0)
             before = share if self.unseen is None else self.unseen
             self.unseen = torch.where(number > 0, before.lerp(share, weight), before)
         of_outputs, of_inputs = (
-            (1 - weight) ** 2 * before + weight**2 / max(count, 1.0)
+            averaged_sparsity(before, weight, count)
             for before, count in zip(self.sparsity, statistics.rows, strict=True)
         )
         self.sparsity = of_outputs, of_inputs
         self.updates += 1
-        return [(own.compared(), side.compared()) for own, side in zip(old, now, strict=True) if own is not None]
+        return [(last.compared(), side.compared()) for last, side in zip(old, now, strict=True) if last is not None]
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
@@ -214,7 +211,7 @@ class KroneckerBlock(Block):
         """What is added to the sides, in their mean eigenvalues: `share`, and more where few rows were seen."""
         assert self.sides is not None
         of_outputs, of_inputs = (
-            share + (0.0 if side.is_diagonal else SHRINKAGE * max(side.sizes) * sparsity)
+            share + (0.0 if side.is_diagonal else shrinkage(max(side.sizes), sparsity))
             for side, sparsity in zip(self.sides, self.sparsity, strict=True)
         )
         return of_outputs, of_inputs
@@ -231,7 +228,7 @@ class KroneckerBlock(Block):
         assert self.inverse is not None
         arrangement = self.scheme.arrangement
         x = arrangement.to_matrices(gradients).to(self.scheme.dtype)
-        u = arrangement.from_matrices(self.inverse(x, own=len(gradients) > 1))
+        u = arrangement.from_matrices(self.inverse(x, in_place=len(gradients) > 1))
         return [part.to(g.dtype).contiguous() for part, g in zip(u, gradients, strict=True)]
 
     @staticmethod

@@ -56,7 +56,7 @@ class LeastSquares:
         if self.dense is not None:
             return self.jacobian.split(self._solved(self.jacobian.flat(gradient), damping))
         inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
-        return {name: (gradient[name] - own) / at(damping, own) for name, own in inside.items()}
+        return {name: (gradient[name] - part) / at(damping, part) for name, part in inside.items()}
 
     @full_precision()
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -97,23 +97,23 @@ class LeastSquares:
     @staticmethod
     def prepare_all(problems: Sequence[LeastSquares], dampings: Sequence[Damping]) -> None:
         """`prepare` several; the host asks once whether dampings exceed rounding, and whether all have succeeded."""
-        new = [(own, d) for own, d in zip(problems, dampings, strict=True) if not _is_same(own._last, d)]
+        new = [(problem, d) for problem, d in zip(problems, dampings, strict=True) if not _is_same(problem._last, d)]
         tried = []
-        for own, d in new:
-            if own._spectrum is None and (isinstance(d, Tensor) or d > 0):
-                damped = own.matrix.clone()
+        for problem, d in new:
+            if problem._spectrum is None and (isinstance(d, Tensor) or d > 0):
+                damped = problem.matrix.clone()
                 damped.diagonal().add_(d)
-                tried.append((own, d, *try_cholesky(damped)))
-        told = look([flag for own, d, _, ok in tried for flag in (own._is_large(d), ok)])
-        for own, d in new:
-            own._last, own._root = d, None
-        for (own, _, root, _), is_large, is_fine in zip(tried, told[::2], told[1::2], strict=True):
-            own._root = root if is_large and is_fine else None
+                tried.append((problem, d, *try_cholesky(damped)))
+        told = look([flag for problem, d, _, ok in tried for flag in (problem._is_large(d), ok)])
+        for problem, d in new:
+            problem._last, problem._root = d, None
+        for (problem, _, root, _), is_large, is_fine in zip(tried, told[::2], told[1::2], strict=True):
+            problem._root = root if is_large and is_fine else None
             if is_large and not is_fine:
                 count_recovery("retried")
-        for own in problems:
-            if own._root is None:
-                _ = own.spectrum
+        for problem in problems:
+            if problem._root is None:
+                _ = problem.spectrum
 
     def _solved(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # its precision may differ from that of the parameters

@@ -49,8 +49,8 @@ class ResidualBlock:
             return {self.names[0]: (parts[0].to(inverse.dtype) * inverse).to(parts[0].dtype)}
         matrices = [part.reshape(len(inverse.rows), -1) for part in parts]
         x = torch.cat(matrices, 1) if len(matrices) > 1 else matrices[0]
-        found = inverse.solve(x.to(inverse.rows.dtype)).to(parts[0].dtype)
-        each = zip(self.names, found.split([own.shape[1] for own in matrices], 1), parts, strict=True)
+        solution = inverse.solve(x.to(inverse.rows.dtype)).to(parts[0].dtype)
+        each = zip(self.names, solution.split([matrix.shape[1] for matrix in matrices], 1), parts, strict=True)
         return {name: u.reshape(part.shape) for name, u, part in each}
 
     @property
@@ -70,10 +70,10 @@ class ResidualBlock:
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
     """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
-    return [next(sums) if block.diagonal is None else _inverted(block.diagonal, damping) for block in blocks]
+    return [next(sums) if block.diagonal is None else _invert(block.diagonal, damping) for block in blocks]
 
 
-def _inverted(diagonal: Tensor, damping: float) -> Tensor:
+def _invert(diagonal: Tensor, damping: float) -> Tensor:
     if not diagonal.numel():
         return diagonal
     floor = torch.finfo(diagonal.dtype).eps * diagonal.amax()
@@ -96,26 +96,26 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
         )
     parts = [terms for _, terms in jacobian.parts]
     known = {name: [_read(part[name]) for part in parts] for name, shape in jacobian.shapes.items() if len(shape) == 2}
-    reads = {name: [read for read in own if read is not None] for name, own in known.items()}
-    reads = {name: own for name, own in reads.items() if len(own) == len(parts)}
+    reads = {name: [read for read in every if read is not None] for name, every in known.items()}
+    reads = {name: every for name, every in reads.items() if len(every) == len(parts)}
     places, sizes = _places_and_sizes(reads, parts, jacobian.shapes)
-    found: dict[str, ResidualBlock] = {}
+    block_of: dict[str, ResidualBlock] = {}
     taken: set[str] = set()
-    for name, own in reads.items():
+    for name, read_by_piece in reads.items():
         bias = next((other for weight, other in places if weight == name and other not in taken), None)
-        names, at = ((name,), [None] * len(own)) if bias is None else ((name, bias), places[name, bias])
+        names, at = ((name,), [None] * len(read_by_piece)) if bias is None else ((name, bias), places[name, bias])
         taken |= set(names)
-        whole = own if bias is None else [_append_bias(*pair) for pair in zip(own, at, strict=True)]
+        whole = read_by_piece if bias is None else [_append_bias(*pair) for pair in zip(read_by_piece, at, strict=True)]
         each = zip(whole, sizes[name], at, strict=True)
         if pairs := [_kronecker_pair(read) for read, size, place in each if _is_positive(size, place)]:
-            found |= dict.fromkeys(names, ResidualBlock(names, pairs))
+            block_of |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
-        if name not in found:
+        if name not in block_of:
             squares = contractions.sum_in_place(sum_of_squares(part[name]) for part in parts)
             what = "which belongs to no weight's bias" if len(shape) < 2 else "whose Jacobian is no outer product"
             reason = f"no Kronecker factors exist for a parameter {what}"
-            found[name] = ResidualBlock((name,), diagonal=squares, reason=reason)
-    return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
+            block_of[name] = ResidualBlock((name,), diagonal=squares, reason=reason)
+    return list({id(block): block for block in (block_of[name] for name in jacobian.shapes)}.values())
 
 
 def _kronecker_pair(read: OuterProduct) -> Pair:
@@ -159,24 +159,28 @@ def _places_and_sizes(
     pairs, flags = [], []
     for other, shape in shapes.items():
         device = parts[0][other][0].device
-        weights = [k for k, own in reads.items() if own and shape == shapes[k][:1] and own[0].device == device]
+        weights = [
+            k
+            for k, of_weight in reads.items()
+            if of_weight and shape == shapes[k][:1] and of_weight[0].device == device
+        ]
         rows = [contractions.gradients(part[other]) for part in parts] if weights else []
         for name in weights:
             pairs.append((name, other))
             flags += [
-                torch.cat([own.any()[None], (read.b[:, :, 0] == own[:, None]).all(2).all(0)])
-                for read, own in zip(reads[name], rows, strict=True)
+                torch.cat([row.any()[None], (read.b[:, :, 0] == row[:, None]).all(2).all(0)])
+                for read, row in zip(reads[name], rows, strict=True)
             ]
-    squares = (_with_squares(read)[2:] for own in reads.values() for read in own)
+    squares = (_with_squares(read)[2:] for every in reads.values() for read in every)
     sizes = [torch.stack([alpha * beta, beta]) for alpha, beta in squares]
     numbers = iter(to_host([*flags, *sizes]))
-    found: Places = {}
+    places: Places = {}
     for name, other in pairs:
         at = [next(numbers).bool().tolist() for _ in parts]
         is_read = [is_any for is_any, *_ in at]
         if any(is_read) and all(any(same) for is_any, *same in at if is_any):
-            found[name, other] = [same.index(True) if is_any else None for is_any, *same in at]
-    return found, {name: [next(numbers) for _ in own] for name, own in reads.items()}
+            places[name, other] = [same.index(True) if is_any else None for is_any, *same in at]
+    return places, {name: [next(numbers) for _ in every] for name, every in reads.items()}
 
 
 def _is_positive(sizes: Tensor, at: int | None) -> bool:

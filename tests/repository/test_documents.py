@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from curvature.preconditioners.kronecker import SHRINKAGE
+from curvature.structures.structure import SHRINKAGE
 from optimizers.preconditioner import DAMPING_SHARE
 from optimizers.steps.directions import GROWTH, HORIZON, LONGEST_HORIZON
 from optimizers.steps.trust_region import DECAY_SHARE, FIRST, TrustRegionConstants

@@ -26,6 +26,7 @@ FLOORS = {
     "kronecker": 3,
     "estimators": 3,
     "gradients": 4,
+    "structures": 4,
     "forward_laplacian": 4,
     "plots": 4,
     "matrices": 5,

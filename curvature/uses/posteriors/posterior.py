@@ -22,8 +22,9 @@ from curvature.linalg import (
     widen,
 )
 from curvature.losses import ClassLabel, LabelDistribution, Loss, Prediction
-from curvature.matrices import DataSource, RecordedBatch, rows_of
+from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal, EigenKronecker, Operator, flat_parameters
+from curvature.structures import rows_of
 from curvature.terms import OuterProduct, TermsByVector, chunks
 from curvature.uses.posteriors.precision import LayeredCurvature, noise_of
 from curvature.uses.posteriors.search import least_that_passes, one_by_one

@@ -15,6 +15,7 @@ from curvature import capture
 from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics, invert
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.structures import DiagonalStructure
 from support.cases.case import Raw, seeded
 from support.running_blocks import (
     MODELS,
@@ -291,9 +292,14 @@ def test_statistics_add_up_over_processes(kind: str):
     close(found[2][0], 9 * found[0][0])
 
 
+def diagonal_block(values: Tensor) -> DiagonalBlock:
+    block = DiagonalBlock("p", tuple(values.shape), values.dtype, "")
+    block.average, block.updates = DiagonalStructure(block.space(values.device), {"p": values}), 1
+    return block
+
+
 def test_entries_without_curvature_stay_where_they_are_if_there_is_no_damping():
-    block = DiagonalBlock("p", (3,), torch.float64, "")
-    block.values, block.updates = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64), 1
+    block = diagonal_block(torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64))
     for damping, expected in ((0.0, [0.0, 0.5, 0.25]), (1.0, [1.0, 1 / 3, 0.2])):
         invert([block], 0.05, damping)
         close(block.solve([torch.ones(3, dtype=torch.float64)])[0], torch.tensor(expected, dtype=torch.float64))
@@ -301,8 +307,7 @@ def test_entries_without_curvature_stay_where_they_are_if_there_is_no_damping():
 
 def test_a_diagonal_of_small_numbers_has_an_inverse():
     """As of outputs in units of 1e-12, whose mean square is less than the root of the smallest number."""
-    block = DiagonalBlock("p", (2,), torch.float32, "")
-    block.values, block.updates = torch.tensor([1e-24, 2e-24]), 1
+    block = diagonal_block(torch.tensor([1e-24, 2e-24]))
     invert([block], 0.05)
     (found,) = block.solve([torch.ones(2)])
     assert (found > 0).all() and found.isfinite().all()

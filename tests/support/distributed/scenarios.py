@@ -224,6 +224,8 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "cross attention": run(parallel, make=CrossAttention),
     "cross attention EKFAC": run(parallel, kind=EKFAC, make=CrossAttention),
     "sketch": run(parallel, make=wide, steps=3),
+    "structures": run(parallel, make=normed, structure={"4": "dense", "1": "diagonal"}),
+    "structures with one that is reloaded": run(parallel, make=normed, structure={"4.weight": "dense"}, reloads=True),
     "exact": run(parallel, inject=curvature.exact(), **ENTROPY),
     "sampled": run(parallel, inject=curvature.sampled(2), **ENTROPY),
     "propagated": run(parallel, inject=curvature.propagated(), **ENTROPY),

@@ -1,0 +1,180 @@
+"""The running mean of a `Structure`, for some parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.kronecker import nonzero_or_one
+from curvature.operators import Diagonal, Operator, Space
+from curvature.preconditioners.block import STRUCTURES, Block, Due
+from curvature.structures import FORMS, Chunk, Structure, averaged_sparsity, shrinkage
+from curvature.terms import Term, promote
+
+COUNTS = "samples, rows"  # the name of a sum beside those of the structure
+
+
+@dataclass
+class StructureStatistics:
+    """The sum of a structure over samples."""
+
+    total: Structure
+    samples: float
+    rows: float = 0.0  # gradients of samples that it is a sum of
+
+    def add_(self, other: StructureStatistics) -> None:
+        self.samples += other.samples
+        self.rows += other.rows
+        self.total.add_(other.total)
+
+    def scale_vectors_(self, times: float) -> None:
+        self.total = self.total.scaled(times**2)
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        new = next(iter(self.total.tensors.values())).new_tensor
+        return {**self.total.tensors, COUNTS: new([self.samples, self.rows])}
+
+
+class StructureBlock(Block):
+    """The mean over samples of a structure.
+
+    Args:
+        form: its class.
+        shapes: of the parameters, by name.
+        dtype: of the parameters.
+        reason: see `Block`.
+    """
+
+    broadcast_fields = ()  # every process inverts for itself
+    state_fields: tuple[str, ...] = ("average", "inverted", "damping", "sparsity")
+    layout_fields = ("shapes", "dtype")
+    inverted: Structure | None = None  # the average at the last inversion
+    damping = 0.0  # of that
+    sparsity = 0.0  # one over the number of rows that the average rests on
+    has_correlations = True
+
+    def __init__(
+        self, form: type[Structure], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, reason: str = ""
+    ) -> None:
+        super().__init__(list(shapes), reason)
+        self.kind, self.structure = form, form.name
+        self.shapes, self.dtype = dict(shapes), torch.promote_types(dtype, torch.float32)
+        self.average: Structure | None = None
+
+    def space(self, device: torch.device) -> Space:
+        """Of the parameters, on a device."""
+        return Space(self.names, tuple(self.shapes.values()), self.dtype, device)
+
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        return [(self, {name: terms[name] for name in self.names if terms.get(name)})]
+
+    def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> StructureStatistics:
+        """Terms with the same number of samples belong together."""
+        first = next(iter(terms.values()))[0]
+        statistics = StructureStatistics(self.kind(self.space(first.device)), samples)
+        for count in dict.fromkeys(len(term) for parts in terms.values() for term in parts):
+            alike = {name: [promote(t, self.dtype) for t in parts if len(t) == count] for name, parts in terms.items()}
+            vectors = {name: [parts] for name, parts in alike.items() if parts}
+            weights = torch.ones(count, dtype=self.dtype, device=first.device)
+            statistics.total.add(Chunk(None, 1, vectors, vectors, weights, True, {}, None))
+            statistics.rows += count
+        return statistics
+
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> StructureStatistics:
+        samples, rows = sums[COUNTS].tolist()
+        tensors = {name: x for name, x in sums.items() if name != COUNTS}
+        return StructureStatistics(self.kind(self.space(sums[COUNTS].device), tensors), samples, rows)
+
+    def means(self, statistics: StructureStatistics) -> tuple[Structure, list[Tensor], list[Tensor]] | None:
+        if not statistics.samples or not statistics.total.tensors:
+            return None
+        mean = statistics.total.scaled(1 / statistics.samples)
+        return mean, [mean.trace()], []
+
+    def update(
+        self, statistics: StructureStatistics, means: Structure, decay: float, weight: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        old, self.average = self.average, means.averaged(self.average, weight)
+        self.sparsity = averaged_sparsity(self.sparsity, weight, statistics.rows)
+        self.updates += 1
+        return [] if old is None else [(old.flat(), self.average.flat())]
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
+        dampings = [block.own_damping(share) if damping is None else damping for block in blocks]
+        inverses = [block.inverse_of(block.average, added) for block, added in zip(blocks, dampings, strict=True)]
+        for block, inverse, added in zip(blocks, inverses, dampings, strict=True):
+            block.inverse, block.inverted, block.damping = inverse, block.average, added
+
+    def own_damping(self, share: float) -> float:
+        """A share of the mean eigenvalue, and more where few rows were seen."""
+        rank = self.kind.rank(self.space(torch.device("cpu")))
+        return (share + shrinkage(rank, self.sparsity)) * float(nonzero_or_one(self.mean_eigenvalue))
+
+    def inverse_of(self, average: Structure, damping: float) -> Operator:
+        if self.has_correlations:
+            return average.inverse(damping)
+        return Diagonal(average.space, average.operator().diagonal()).inverse(damping)
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        self.has_correlations = False
+        try:
+            yield
+        finally:
+            self.has_correlations = True
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        assert self.inverse is not None
+        flat = torch.cat([g.reshape(-1) for g in gradients]).to(self.dtype)
+        parts = (self.inverse @ flat).split([g.numel() for g in gradients])
+        return [part.view_as(g).to(g.dtype) for part, g in zip(parts, gradients, strict=True)]
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        assert self.average is not None
+        return self.average.trace() / self.dimension
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
+    @property
+    def expected_bytes(self) -> int:
+        return 2 * self.kind.most_entries(self.space(torch.device("cpu"))) * self.dtype.itemsize
+
+    def condition(self) -> float:
+        if self.inverse is None:
+            return float("nan")
+        values = self.inverse.eigenvalues()
+        return float(values[-1] / values[0])
+
+    def describe(self) -> str:
+        return self.kind.describe(self.space(torch.device("cpu")))
+
+    def empty_like(self) -> Block:
+        return StructureBlock(self.kind, self.shapes, self.dtype, self.reason)
+
+    def state(self) -> dict[str, Any]:
+        plain = lambda x: x.tensors if isinstance(x, Structure) else x
+        return {key: plain(x) for key, x in super().state().items()}
+
+    def after_restore(self) -> None:
+        self.kind = FORMS[self.structure]
+        self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
+        self.average, self.inverted = map(self._restore, (self.average, self.inverted))
+        if self.inverted is not None:
+            self.inverse = self.inverse_of(self.inverted, self.damping)
+
+    def _restore(self, tensors: Any) -> Structure | None:
+        if not tensors:
+            return None
+        return self.kind(self.space(next(iter(tensors.values())).device), tensors)
+
+
+STRUCTURES["structure"] = StructureBlock  # of all forms that have no block of their own

@@ -1,0 +1,16 @@
+"""What stands for the curvature of a block of parameters: one class for builders, which sum it over data, and for
+optimizers, which average it over steps.
+
+In: terms of ``J^T v`` (`Chunk`). Out: a `Structure`, a value that is added up, scaled and averaged, gives its matrix as
+an operator, and its damped inverse. `Choices` are those that a caller has made for some layers, by name or by class.
+"""
+
+from curvature.structures.choices import Choice, Choices
+from curvature.structures.dense import DenseStructure
+from curvature.structures.diagonal import DiagonalStructure
+from curvature.structures.structure import FORMS, Chunk, Structure, Vectors, averaged_sparsity, rows_of, shrinkage
+
+__all__ = [
+    "FORMS", "Choice", "Choices", "Chunk", "DenseStructure", "DiagonalStructure", "Structure", "Vectors",
+    "averaged_sparsity", "rows_of", "shrinkage",
+]  # fmt: skip
