@@ -21,7 +21,7 @@ from optimizers.steps.directions import Spring
 from optimizers.steps.gauss_newton import GaussNewtonStep
 from optimizers.steps.line_search import LineSearchStep
 from optimizers.steps.rule import StepContext, StepRule
-from optimizers.steps.trust_region import TrustRegionStep
+from optimizers.steps.trust_region import TrustRegionConstants, TrustRegionStep
 
 
 class NaturalGradient(SecondOrderOptimizer):
@@ -118,7 +118,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(model, options | arguments)
-        trust = TrustRegionStep(Spring())
+        trust = TrustRegionStep(Spring(), TrustRegionConstants(even=0.0))  # exact directions stay as they are
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(

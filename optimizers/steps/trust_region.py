@@ -45,7 +45,6 @@ from optimizers.steps.rule import (
     layout_of_step,
 )
 
-FIRST = 1.25  # times the least change of the outputs is that of the first step
 DECAY_SHARE = 0.2  # of the length of a step is that of the decay of weights
 TINY = torch.finfo(torch.float32).tiny
 
@@ -56,16 +55,18 @@ class TrustRegionConstants:
 
     # how the step size follows the slopes
     growth: float = 3.0  # per step while the loss falls as steeply as before, over the horizon of the running mean
-    falling: float = 8.0  # times this at steps at which a schedule lowers lr
+    falling: float = 3.0  # times this at steps at which a schedule lowers lr
     slope_decay: float = 0.9  # of the running means of slopes
     overshoot: float = 2.0  # a ratio of slopes this far below min(mean, 0), with a long gradient: the step is undone
     # bounds
     trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
-    floor: float = 0.24  # least change of the outputs for the largest gradient, as a share of their size ...
+    even: float = 0.5  # power of a layer's movement that is divided out: shares of norms come nearer to each other
+    least: float = 0.03  # least movement of a layer, as a share of its norm, for the longest gradient at first ...
+    early: float = 50.0  # ... over the roots of one plus the steps over this, all and those since lr moved, ...
     less: float = 0.9  # ... times this at each sign of instability, until lr moves ...
     quiet: float = 1 / 3  # ... over this power of how far gradients have shrunk: so has their noise
     top: float = 0.5  # largest change of the outputs, as a share of their size
-    memory: float = 0.999  # decay of the largest change and of the longest gradient
+    memory: float = 0.999  # decay of the longest gradient
     # gradients
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
     turn: float = 0.25  # ratio so far below zero, after a mean so far above, of gradients not shorter: other data
@@ -83,11 +84,11 @@ class TrustState(NamedTuple):
 
     size: float  # multiplies the direction
     change: float  # running root mean square of the outputs' predicted change for step size one; zero at a new scale
-    largest_change: float  # its largest value, slowly forgotten
-    floor: float  # share of the outputs' size, for the largest change: the step size shrinks no further
+    floor: float  # share that signs of instability have left of the least movement
     norm: float  # running mean of the gradients' norms, each clipped
     longest: float  # its largest value, slowly forgotten
     lr: float  # of the last step
+    unmoved: float = 0.0  # number of steps since it has moved, or other data or another scale of the loss have begun
     spread: float = 0.0  # running standard deviation of the gradients' norms
     slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
     kept: float = 1.0  # share of it that the bounds on the layers have left
@@ -121,14 +122,11 @@ class Facts(NamedTuple):
     lengths: list[float]  # of u
     sizes: list[float]  # norm of each parameter
 
-    def scaled(
-        self, scales: Sequence[float], dampings: Sequence[float]
-    ) -> tuple[list[float], list[float], list[float]]:
-        """Slopes, energies ``u^T M u`` and lengths of the layers' directions, multiplied by these scales."""
+    def scaled(self, scales: Sequence[float], dampings: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Slopes and energies ``u^T M u`` of the layers' directions, multiplied by these scales."""
         slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, self.slopes, strict=True)]
         each = zip(scales, self.products, dampings, self.lengths, strict=True)
-        energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
-        return slopes, energies, [scale * length for scale, length in zip(scales, self.lengths, strict=True)]
+        return slopes, [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
 
 
 class TrustRegionStep(StepRule):
@@ -172,21 +170,21 @@ class TrustRegionStep(StepRule):
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(context, renewal), renewal)
 
-        # 4. layers on the scale of their measured curvature; the outputs' change for step size one, and their size
-        layout, scales = g.layout, self._scales(g.layout)
-        slopes, energies, lengths = facts.scaled(scales, direction.dampings)
+        # 4. layers by measured curvature and by more alike shares of their norms; the outputs' change, and their size
+        layout, trust = g.layout, c.trust / math.sqrt(max(preconditioner.layer_count, 1))
+        scales, moves = self._scales(layout, facts)
+        slopes, energies = facts.scaled(scales, direction.dampings)
         change = self._change(context, [1.0] * len(energies), energies)
-        trust = c.trust / math.sqrt(max(preconditioner.layer_count, 1))
-        bounds = within_trust(layout, trust, lengths, facts.sizes)
+        bounds = within_trust(trust, moves)
         reach = context.outputs.rms or self._change(context, bounds, energies)  # of zeros their change at the bounds
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
         steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
         if state is None:
-            state = started(change, reach, facts.norm, lr, c)
+            state = TrustState(0.0, change, 1.0, facts.norm, facts.norm, lr)
         else:
             state = adapted(state, ratio, facts.norm, steps, lr, horizon(preconditioner.monitor.steps), c)
-        state, size = bounded(state, change, reach, c)
+        state, size = bounded(state, change, reach, least_size(state, moves, steps, c), c)
 
         # 6. no layer moves by more than lr times a share of its norm; weights decay as far as a share of that
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
@@ -288,16 +286,21 @@ class TrustRegionStep(StepRule):
             sums = _noted(state.measured, state.predicted, along[""], whole, self.constants)
             self.state = state._replace(measured=sums[0], predicted=sums[1])
 
-    def _scales(self, layout: Layout) -> list[float]:
-        """The factor of each direction: less in layers whose curvature is underestimated more than elsewhere."""
+    def _scales(self, layout: Layout, facts: Facts) -> tuple[list[float], list[float]]:
+        """The factor of each direction, and how far it moves its layer, as a share of its norm, for step size one.
+
+        Layers whose curvature is underestimated more than elsewhere move less.
+        """
         nothing = LayerEnergies()
         own = [self.energies.get(first, nothing) for first, *_ in layout.layers]
         measured, predicted = sum([layer.measured for layer in own]), sum([layer.predicted for layer in own])
         most = self.constants.largest_scale
-        return [
+        scales = [
             min(max(measured / predicted * layer.predicted / layer.measured, 1 / most), most) if layer.measured else 1.0
             for layer in own
         ]
+        moves = relative_lengths(layout, scales, facts.lengths, facts.sizes)
+        return evened(scales, moves, self.constants.even)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
@@ -368,11 +371,6 @@ def _energy(product: float, damping: float, length: float) -> float:
 # -- how far to go
 
 
-def started(change: float, reach: float, norm: float, lr: float, c: TrustRegionConstants) -> TrustState:
-    """The state before the first step; `change` is that of an output entry for step size one, in units of `norm`."""
-    return TrustState(FIRST * c.floor * reach / max(change, TINY), change, change, c.floor, norm, norm, lr)
-
-
 def slope_ratio(slope: float, predicted: float) -> float:
     """What is left of the slope along the last step at its end, at most 1; 0 where nothing was predicted."""
     if not predicted or math.isnan(slope):
@@ -393,7 +391,7 @@ def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> Tru
     gradients have become short, steps converge, and may well turn.
     """
     is_turn = ratio < -c.turn and slope_ratio(state.ends, state.starts) > c.turn and state.norm > c.turn * state.longest
-    return state._replace(size=0.0, floor=c.less * state.floor) if is_turn else state
+    return state._replace(size=0.0, floor=c.less * state.floor, unmoved=0.0) if is_turn else state
 
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
@@ -428,7 +426,7 @@ def adapted(
     is_new_scale = norm > c.far and not state.slope
     unit = norm if is_new_scale else 1 + weight * (clipped(norm, 1.0, c) - 1)
     # a schedule anneals where it moves lr: what anneals by itself begins anew
-    floor = c.floor if lr != state.lr else state.floor * (c.less if is_unstable else 1.0)
+    floor = 1.0 if lr != state.lr else state.floor * (c.less if is_unstable else 1.0)
     return state._replace(
         size=size * math.exp(growth) * unit,
         starts=starts / unit,
@@ -439,6 +437,7 @@ def adapted(
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         floor=floor,
         lr=lr,
+        unmoved=0.0 if is_new_scale or lr != state.lr else state.unmoved + 1,
     )
 
 
@@ -453,19 +452,25 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
     return state._replace(size=size, slope=0.0, kept=1.0, floor=c.less * state.floor)
 
 
-def bounded(state: TrustState, change: float, reach: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
+def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
+    """The step size of the least movement: of the geometric mean over layers, given their movements for size one."""
+    annealed = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early))
+    movement = c.least / annealed * state.floor * (state.norm / state.longest) ** (1 - c.quiet)
+    return movement / max(geometric_mean(moves), TINY)
+
+
+def bounded(
+    state: TrustState, change: float, reach: float, least: float, c: TrustRegionConstants
+) -> tuple[TrustState, float]:
     """The step size within bounds, and that of this step, which is shorter where its change is far above the mean.
 
-    `change` is the predicted rms change of an output entry for step size one, `reach` the size of the outputs.
+    `change` is the predicted rms change of an output entry for step size one, `reach` the size of the outputs, `least`
+    the step size of the least movement.
     """
     usual = state.change or change
     counted = clipped(change, usual, c)
     mean = math.sqrt(c.decay * usual**2 + (1 - c.decay) * counted**2)
-    largest = max(mean, c.memory * state.largest_change)
-    least = (state.norm / state.longest) ** (1 - c.quiet) * state.floor * reach / max(largest, TINY)
-    state = state._replace(
-        size=min(max(state.size, least), c.top * reach / max(counted, TINY)), change=mean, largest_change=largest
-    )
+    state = state._replace(size=min(max(state.size, least), c.top * reach / max(counted, TINY)), change=mean)
     return state, state.size * (counted / change if change else 1.0)
 
 
@@ -482,15 +487,38 @@ def with_slopes(
     return state._replace(slope=made * unit, kept=made / whole if whole else 1.0)
 
 
-def within_trust(layout: Layout, trust: float, lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """The largest rate of each layer, whose direction has that length: it moves by at most `trust` of its norm."""
+def relative_lengths(
+    layout: Layout, scales: Sequence[float], lengths: Sequence[float], sizes: Sequence[float]
+) -> list[float]:
+    """The length of each layer's direction as a share of its norm, given the norm of each parameter."""
     # at least 1, so that tensors that start at zero can move
     norms = iter([max(x, 1.0) for x in sizes])
     whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
-    if layout.owners:  # parts of one block have options of their own, and are cut together
-        lengths, whole = (_together(x, layout.owners) for x in (lengths, whole))
-    pairs = zip(lengths, whole, strict=True)
-    return [(trust * norm / length if length else math.inf) if math.isfinite(length) else 0.0 for length, norm in pairs]
+    moved = [scale * length for scale, length in zip(scales, lengths, strict=True)]
+    if layout.owners:  # parts of one block have options of their own, and move together
+        moved, whole = _together(moved, layout.owners), _together(whole, layout.owners)
+    return [length / norm for length, norm in zip(moved, whole, strict=True)]
+
+
+def evened(scales: Sequence[float], moves: Sequence[float], power: float) -> tuple[list[float], list[float]]:
+    """Scales and movements of layers, each nearer to the geometric mean; what is not finite stays."""
+    mean, nearer_scales, nearer_moves = geometric_mean(moves), [], []
+    for scale, move in zip(scales, moves, strict=True):
+        factor = (mean / move) ** power if 0 < move < math.inf else 1.0
+        nearer_scales.append(factor * scale)
+        nearer_moves.append(factor * move)
+    return nearer_scales, nearer_moves
+
+
+def geometric_mean(moves: Sequence[float]) -> float:
+    """That of those that are finite and not zero; zero if there are none."""
+    logs = [math.log(move) for move in moves if 0 < move < math.inf]
+    return math.exp(sum(logs) / len(logs)) if logs else 0.0
+
+
+def within_trust(trust: float, moves: Sequence[float]) -> list[float]:
+    """The largest rate of each layer, whose direction has that share of its norm: it moves by at most `trust` of it."""
+    return [(trust / move if move else math.inf) if math.isfinite(move) else 0.0 for move in moves]
 
 
 def _together(norms: Sequence[float], owners: Sequence[Layer]) -> list[float]:

@@ -225,7 +225,7 @@ def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive:
     means = [trained_on_batches(optimizer, adaptive, 64, "mean", seed) for seed in ORDERS]
     large = [trained_on_batches(optimizer, adaptive, 1024, reduction, 0) for reduction in ("mean", "sum")]
     # 2.3 at the start; SGD(0.1, momentum=0.9) leaves 0.34, and 0.32 with large batches
-    assert statistics.median(means) < 0.2 and max(large) < 0.02, (means, large)
+    assert statistics.median(means) < 0.2 and max(large) < 0.05, (means, large)
     assert trained_on_batches(optimizer, adaptive, 64, "sum", 0) == pytest.approx(means[0], rel=0.05)
     assert large[1] == pytest.approx(large[0], rel=0.05)
 

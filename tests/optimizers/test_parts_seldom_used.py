@@ -114,7 +114,7 @@ def test_a_replaced_head_is_trained_with_curvature_of_its_own(make: Any, steps: 
         step(model, opt)
     model[2] = plain(4, outputs)
     opt.add_param_group({"params": model[2].parameters()})
-    losses = [step(model, opt) for _ in range(12)]
+    losses = [step(model, opt) for _ in range(20)]  # the least movement has shrunk: 0.44 to 2 lower than at first
     assert losses[-1] < losses[0] - 0.2
     assert opt.report().count("2.weight") == 1
     opt.load_state_dict(opt.state_dict())

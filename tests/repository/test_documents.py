@@ -14,7 +14,7 @@ import pytest
 from curvature.structures.structure import SHRINKAGE
 from optimizers.preconditioner import DAMPING_SHARE
 from optimizers.steps.directions import GROWTH, HORIZON, LONGEST_HORIZON
-from optimizers.steps.trust_region import DECAY_SHARE, FIRST, TrustRegionConstants
+from optimizers.steps.trust_region import DECAY_SHARE, TrustRegionConstants
 from support import guide_pictures, layer_table, page_outputs, programs
 from support.architecture import ROOT
 from support.documents import script_of
@@ -127,15 +127,14 @@ def test_the_page_about_the_step_has_its_constants() -> None:
         rf"e^{{{c.growth:g} \rho / h_t}}$",
         rf"$e^{{{c.growth / HORIZON:g} \max(r, -1)}}$",
         f"lowers `lr`, {c.falling:g} does",
-        f"at least {100 * c.floor:g} % of the reach",
+        rf"is at least {100 * c.least:g} % over $\sqrt{{(1 + t / {c.early:g})(1 + t' / {c.early:g})}}$",
         f"at most {100 * c.top:g} % of the reach, and at most twice its running mean",
-        f"The first step aims at {100 * FIRST * c.floor:g} %",
         rf"$\tau$ is {c.trust:g} over the root of the number of layers",
         f"between 1/{c.largest_scale:g} and {c.largest_scale:g}",
         rf"$h_t = {HORIZON:g} + t / {1 / GROWTH:g}$, at most {LONGEST_HORIZON:g}",
         rf"${DAMPING_SHARE:g} + {SHRINKAGE:g}\, d / n$",
     ]
-    assert (c.most, c.less, c.quiet, c.far, DECAY_SHARE) == (2, 0.9, 1 / 3, 100, 0.2)  # in words there
+    assert (c.most, c.less, c.quiet, c.far, c.even, DECAY_SHARE) == (2, 0.9, 1 / 3, 100, 0.5, 0.2)  # in words there
     assert [text for text in said if text not in page] == []
 
 

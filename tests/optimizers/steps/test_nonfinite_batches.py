@@ -213,7 +213,7 @@ def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Los
         opt = optimizer(model)
         usual(model, opt, 12)
         train(model, opt, pause, X, Y, 800)
-        ends.append(fmean(usual(model, opt, 80)[-5:]))
+        ends.append(fmean(usual(model, opt, 160)[-5:]))  # the least movement of step 800 is a quarter of the first
     assert geometric_mean(ends) < (0.01 if pause is silence else 0.5)  # at chance 1.1
 
 

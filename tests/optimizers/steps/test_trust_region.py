@@ -1,10 +1,11 @@
-"""The trust region: its pure functions, whole steps in numbers that can be worked out by hand, and what it asks."""
+"""The trust region: whole steps in numbers that can be worked out by hand, and what it asks."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,21 +17,17 @@ from torch.overrides import TorchFunctionMode
 from optimizers import EKFAC, KFAC
 from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
-from optimizers.steps.directions import HORIZON, Direction, horizon
+from optimizers.steps.directions import Direction, horizon
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from optimizers.steps.rule import StepContext
 from optimizers.steps.trust_region import (
-    FIRST,
+    Facts,
     LayerEnergies,
     TrustRegionConstants,
     TrustRegionStep,
     TrustState,
     _bound_rows,
-    _energy,
-    adapted,
-    bounded,
-    slope_ratio,
-    undone,
+    relative_lengths,
     within_trust,
 )
 from support.cases.case import Raw
@@ -42,135 +39,6 @@ C = TrustRegionConstants()
 LATER = 1000  # steps
 
 
-# -- pure functions
-
-
-def state(**known: float) -> TrustState:
-    values = {"size": 2.0, "change": 0.5, "largest_change": 0.5, "floor": C.floor, "norm": 1.0, "longest": 1.0}
-    values |= {"lr": 1.0, "spread": 0.1, "slope": -1.0, "starts": -1.0, "ends": 0.0}
-    return TrustState(**(values | known))
-
-
-def look(known: TrustState, ratio: float, norm: float = 1.0, steps: int = LATER, lr: float = 1.0) -> TrustState:
-    return adapted(known, ratio, norm, steps, lr, 30.0, C)
-
-
-def test_ratio_of_slopes() -> None:
-    assert [slope_ratio(slope, -2.0) for slope in (-2.0, -1.0, 0.0, 4.0, -9.0)] == [1, 0.5, 0, -2, 1]
-    assert slope_ratio(1.0, 0.0) == 0 and slope_ratio(math.nan, 1.0) == 0
-    assert slope_ratio(math.inf, -1.0) == -math.inf
-    assert look(state(), -math.inf).ends == pytest.approx(C.overshoot * 0.1)  # as one that is just undone
-
-
-def test_the_step_size_grows_with_the_mean_ratio_over_the_horizon() -> None:
-    assert look(state(ends=-1.0), 1.0).size == pytest.approx(2 * math.exp(C.growth / 30))
-    assert adapted(state(ends=-1.0), 1.0, 1.0, 0, 1.0, 10.0, C).size == pytest.approx(2 * math.exp(C.growth / 10))
-
-
-def test_one_noisy_slope_counts_for_its_part_in_the_mean() -> None:
-    """The mean ratio is 1/2 before, and 0.9 / 2 - 0.1 after one slope that rises as steeply as it fell."""
-    assert look(state(ends=-0.5), -1.0).size == pytest.approx(2 * math.exp(C.growth / 30 * 0.35))
-
-
-def test_negative_slopes_alone_shrink_the_step_ever_more_slowly() -> None:
-    """Batches without replacement make them negative at any step size."""
-    for steps in (100, 10_000):
-        shrunk = look(state(ends=1.0), -1.0, steps=steps).size
-        assert shrunk == pytest.approx(2 * math.exp(-1 / (steps + 1)))
-    unstable = look(state(ends=1.0), -1.0, norm=1.6)
-    assert unstable.size / unstable.norm == pytest.approx(2 * math.exp(-C.growth / HORIZON))
-
-
-def test_signs_of_instability_lower_the_floor() -> None:
-    floors = [look(state(), ratio, norm).floor for ratio, norm in ((-1.0, 1.6), (1.0, 1.6), (-1.0, 1.0))]
-    assert floors == pytest.approx([C.floor * C.less, C.floor, C.floor])
-    assert look(state(spread=0.5), -1.0, 1.6).floor == C.floor  # norms are as different as that
-    assert undone(state(), -3.0, C).floor == pytest.approx(C.floor * C.less)
-
-
-def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
-    """A tenth of the step was made: a size far above that would shrink without effect."""
-    assert look(state(kept=0.1, ends=1.0), -1.0).size == pytest.approx(0.2 * math.exp(-1 / (LATER + 1)))
-    assert look(state(kept=0.1, ends=-1.0), 1.0).size > 2
-
-
-def test_a_schedule_anneals_alone() -> None:
-    """What signs of instability have lowered comes back where lr moves; as it falls, slopes are followed faster.
-
-    Where it stays below one, or rises, growth is slower below one, and no faster above.
-    """
-    lowered = state(floor=0.01, ends=-1.0)
-    assert look(lowered, 1.0).floor == 0.01
-    for before, lr, factor in ((1.0, 0.5, C.falling), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
-        moved = look(lowered._replace(lr=before), 1.0, lr=lr)
-        assert moved.floor == C.floor and moved.lr == lr
-        assert moved.size == pytest.approx(2 * math.exp(factor * C.growth / 30))
-    assert look(lowered._replace(lr=0.5), 1.0, lr=0.5).size == pytest.approx(2 * math.exp(0.5 * C.growth / 30))
-
-
-def test_gradients_count_for_a_bounded_length() -> None:
-    assert look(state(), 0.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2.0)
-    assert look(state(), 0.0, norm=9.0, steps=1).norm == pytest.approx(1.5)
-    assert look(state(), 0.0, norm=9.0).spread == pytest.approx((0.97 * 0.1**2 + 0.03 * 1.0) ** 0.5)
-
-
-def test_sizes_and_slopes_follow_the_unit_of_gradients() -> None:
-    """Half as long as usual at step one: the unit is three quarters of what it was."""
-    known = look(state(ends=-1.0, norm=4.0, longest=4.0), 1.0, norm=0.5, steps=1)
-    assert known.norm == pytest.approx(3.0) and known.longest == pytest.approx(4 * C.memory)
-    assert known.size == pytest.approx(2 * 0.75 * math.exp(C.growth / 30))
-    assert (known.starts, known.ends) == pytest.approx((-1 / 0.75, -1 / 0.75))
-
-
-def test_few_steps_find_another_scale_of_the_loss() -> None:
-    """A long gradient moves the mean little, a far longer one more; after a step was undone it is the usual one."""
-    assert look(state(), 1.0, norm=1e6).norm == pytest.approx(0.97 + 0.03 * C.far)
-    assert look(undone(state(), -1e6, C), 0.0, norm=1e6).norm == 1e6
-    assert look(undone(state(), -3.0, C), 0.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2)
-
-
-def test_after_an_overshoot_the_step_size_is_that_of_the_secant() -> None:
-    for ratio, times in ((-3.0, 0.25), (-math.inf, 0.0)):
-        after = undone(state(kept=0.5), ratio, C)
-        assert after.size == pytest.approx(1.0 * times)
-        assert (after.slope, after.kept) == (0, 1)
-        assert look(after, 0.0).size == after.size
-
-
-def test_bounds_on_the_predicted_change_of_the_outputs() -> None:
-    after, size = bounded(state(size=0.9), 0.5, 1.0, C)
-    assert size == after.size == 0.9  # a change of 0.45, where 0.24 to 0.5 is allowed
-    after, size = bounded(state(size=8.0), 0.5, 1.0, C)
-    assert size == after.size == pytest.approx(C.top / 0.5)
-    after, size = bounded(state(size=0.9), 5.0, 9.0, C)  # ten times the mean: only this step is shorter
-    assert after.size == pytest.approx(9 * C.floor / after.largest_change)
-    assert size == pytest.approx(after.size * C.most / 10)
-    assert after.change == pytest.approx((0.97 * 0.25 + 0.03 * 1.0**2) ** 0.5)
-    after, size = bounded(state(size=1e-9), 0.5, 1.0, C)
-    assert size == pytest.approx(C.floor / 0.5)
-
-
-def test_steps_shrink_less_than_gradients() -> None:
-    """To an eighth: by the power of two thirds."""
-    _, size = bounded(state(size=1e-9, norm=0.125), 0.5, 1.0, C)
-    assert size == pytest.approx(0.25 * C.floor / 0.5)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_bounds_are_in_the_units_of_the_outputs(scale: float) -> None:
-    known = state(size=1e-9)
-    one, other = bounded(known, 0.5, 1.0, C)[1], bounded(known, 0.5, scale, C)[1]
-    assert other == pytest.approx(scale * one)
-
-
-def test_energy_is_without_damping() -> None:
-    """u^T (M + damping) u less damping u^T u; and more than zero."""
-    assert _energy(3.0, 0.5, 2.0) == 1
-    assert 0 < _energy(3.0, 1.0, 2.0) < 1e-5
-    assert _energy(math.nan, 0.5, 2.0) == _energy(math.inf, 0.5, 2.0) == 0
-    assert _energy(-1e-3, 0.0, 2.0) == 0  # rounding in 16 bits; its root is taken
-
-
 Tensors = Mapping[str, Tensor]
 
 
@@ -179,9 +47,11 @@ def test_no_layer_moves_by_more_than_a_share_of_its_norm() -> None:
     layers = [("aw", "ab"), ("bw", "bb"), ("cw", "cb")]
     layout = layout_of(layers, {name: torch.zeros(1) for layer in layers for name in layer}, lambda name: None)
     norms = [3.0, 4.0, 0.0, 0.0, 6.0, 8.0]
-    assert within_trust(layout, 0.1, [10.0] * 3, norms) == pytest.approx([0.05, 0.1 * 2**0.5 / 10, 0.1])
+    moves = relative_lengths(layout, [1.0, 1.0, 0.5], [10.0] * 3, norms)
+    assert moves == pytest.approx([2, 10 / 2**0.5, 0.5])
+    assert within_trust(0.1, moves) == pytest.approx([0.05, 0.1 * 2**0.5 / 10, 0.2])
     # a direction that is not finite is none
-    assert within_trust(layout, 0.1, [math.nan, math.inf, 0.0], norms) == [0, 0, math.inf]
+    assert within_trust(0.1, [math.nan, math.inf, 0.0]) == [0, 0, math.inf]
 
 
 def test_parts_of_a_block_are_cut_together() -> None:
@@ -189,7 +59,7 @@ def test_parts_of_a_block_are_cut_together() -> None:
     tensors = {"w": torch.zeros(1), "b": torch.zeros(1), "other": torch.zeros(1)}
     layout = layout_of([("w", "b"), ("other",)], tensors, lambda name: name == "b")
     assert layout.layers == [("w",), ("other",), ("b",)]
-    rates = within_trust(layout, 0.1, [3.0, 1.0, 4.0], [6.0, 1.0, 8.0])
+    rates = within_trust(0.1, relative_lengths(layout, [1.0] * 3, [3.0, 1.0, 4.0], [6.0, 1.0, 8.0]))
     assert rates == pytest.approx([0.2, 0.1, 0.2])
 
 
@@ -241,11 +111,19 @@ class Given:
 class Stepped:
     """Parameters of no model's, whose optimizer takes given directions for given gradients."""
 
-    def __init__(self, start: Tensors, direction: Given, rms: float, entries: float, **options: Any) -> None:
+    def __init__(
+        self,
+        start: Tensors,
+        direction: Given,
+        rms: float,
+        entries: float,
+        constants: TrustRegionConstants = C,
+        **options: Any,
+    ) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(x.clone()) for name, x in start.items()})
         own = {name: {k: v[name] for k, v in options.items()} for name in start}
         groups = [{"params": [p], **own[name]} for name, p in self.model.items()]
-        self.rule = TrustRegionStep(direction)
+        self.rule = TrustRegionStep(direction, constants)
         self.opt = KFAC(self.model, groups=groups, step_rule=self.rule)
         self.opt.recorder.outputs.rms, self.opt.recorder.outputs.entries_per_sample = rms, entries
 
@@ -277,7 +155,7 @@ class Stepped:
 def test_the_step_size_follows_the_slopes() -> None:
     """Along gradients that point one way or back, with the identity as preconditioner."""
     for second, growth in ((1.0, C.growth / horizon(1)), (-1.0, -C.growth / horizon(1))):
-        run = Stepped({"p": torch.full((100,), 1e4).double()}, Given(), 100.0, 100.0)
+        run = Stepped({"p": torch.full((100,), 100.0).double()}, Given(), 100.0, 100.0)
         run.step(p=torch.ones(100).double())
         before = run.known.size
         run.rule.state = run.known._replace(floor=1e-9)
@@ -299,11 +177,15 @@ def test_gradients_of_zero_change_nothing() -> None:
 
 
 def two_layers(**more: Any) -> Stepped:
-    """With slopes 2 and 3, and energies that predict a change of 1.5 for step size one, and allow 0.3."""
+    """With slopes 2 and 3, movements 2 and 0.2, and energies that predict a change of 1.5, for step size one.
+
+    The least movement is such that the first size is 0.2; movements are not evened out, but where `more` says so.
+    """
     one = lambda *x: torch.tensor(x).double()
     given = Given({"a": one(0.0, 10.0), "b": one(0.2, 0.0)}, {"a": one(0.0, 0.2), "b": one(15.0, 0.0)})
     options: Any = {"lr": {"a": 1.0, "b": 0.5}, "weight_decay": {"a": 0.0, "b": 200.0}}
-    return Stepped({"a": one(3.0, 4.0), "b": one(1.0, 0.0)}, given, 0.3 / (FIRST * C.floor), 5 / 2.25, **options | more)
+    constants = {"constants": replace(C, even=0.0, least=0.2 * 0.4**0.5)}
+    return Stepped({"a": one(3.0, 4.0), "b": one(1.0, 0.0)}, given, 1.0, 5 / 2.25, **constants | options | more)
 
 
 GOOD = {"a": torch.ones(2).double(), "b": torch.ones(2).double()}
@@ -332,12 +214,21 @@ def test_layers_are_scaled_before_they_are_cut() -> None:
     run.opt.recorder.outputs.rms = 100.0  # allows any change
     run.step(**GOOD)
     energy = 0.625**2 * 2 + 2.5**2 * 3
-    size, size_a = FIRST * C.floor * 100 / math.sqrt(energy * 2.25 / 5), 0.75 / 6.25
+    size, size_a = 0.2 * 0.4**0.5 / (1.25 * 0.5) ** 0.5, 0.75 / 6.25
     size_b = min(size, 0.15 / 0.5) * 0.5
     run.close(a=[3.0, 4.0 - size_a * 6.25], b=[0.9 - size_b * 0.5, 0.0])
     assert run.known.change == pytest.approx(math.sqrt(energy * 2.25 / 5))
     assert run.known.slope == pytest.approx(-(size_a * 0.625 * 2 + size_b * 2.5 * 3))
     assert run.rule.energies["b"].last == pytest.approx(size_b**2 * 2.5**2 * 3)
+
+
+def test_layers_move_by_more_alike_shares_of_their_norms() -> None:
+    """Ten to one becomes the root of that, around the same geometric mean; lr is the least where nothing bounds it."""
+    run = two_layers(constants=replace(C, least=1e-3), weight_decay={"a": 0.0, "b": 0.0}, lr={"a": 1.0, "b": 1.0})
+    run.step(**GOOD)
+    moved_a, moved_b = (4 - run.model["a"][1].item()) / 5, 1 - run.model["b"][0].item()
+    assert moved_a / moved_b == pytest.approx(10**0.5)
+    assert moved_a * moved_b == pytest.approx(1e-6)
 
 
 def test_a_bad_batch_changes_nothing_and_the_second_undoes_the_last_step() -> None:
@@ -504,6 +395,8 @@ def test_an_ordinary_step_reads_once(optimizer: type[KFAC]) -> None:
 
 # -- energies along steps
 
+USUAL = TrustState(size=2.0, change=0.5, floor=1.0, norm=1.0, longest=1.0, lr=1.0)
+
 
 def test_output_change_is_that_of_one_entry() -> None:
     """Two samples of three entries each, which a step of energy 12 changes by 2 in the root mean square."""
@@ -511,7 +404,7 @@ def test_output_change_is_that_of_one_entry() -> None:
     outputs.update(OutputScale.of([torch.ones(2, 3)]), {})
     context: Any = SimpleNamespace(outputs=outputs)
     assert rule._change(context, [2.0], [3.0]) == 2 and outputs.rms == 1
-    rule.state = state(measured=6.0, predicted=2.0)
+    rule.state = USUAL._replace(measured=6.0, predicted=2.0)
     assert rule._change(context, [2.0], [3.0]) == pytest.approx(12**0.5)
 
 
@@ -523,19 +416,21 @@ def compared(rule: TrustRegionStep, along: dict[str, float]) -> None:
 
 
 def with_energies(**last: float) -> TrustRegionStep:
-    rule = TrustRegionStep(Given())
-    rule.state, rule.energies = state(), {name: LayerEnergies(last=x) for name, x in last.items()}
+    rule = TrustRegionStep(Given(), replace(C, even=0.0))
+    rule.state, rule.energies = USUAL, {name: LayerEnergies(last=x) for name, x in last.items()}
     return rule
 
 
 def test_layers_are_scaled_by_what_their_curvature_misses() -> None:
     rule, names = with_energies(a=8.0, b=2.0, c=3.0, d=1.0), ("a", "b", "c", "d", "unused")
     layout = layout_of([(name,) for name in names], {name: torch.zeros(1) for name in names}, lambda name: None)
-    assert rule._scales(layout) == [1] * 5
+    facts = Facts(1.0, 0.0, [], [], [0.5] * 5, [1.0] * 5)
+    assert rule._scales(layout, facts) == ([1] * 5, [0.5] * 5)
     compared(rule, {"a": 8.0, "b": 8.0, "c": 400.0, "": 900.0})
     mean, most = (8 + 8 + 400 + 400) / (8 + 2 + 4 + 4), C.largest_scale
     expected = [min(mean, most), min(mean / 4, most), *[max(mean / 100, 1 / most)] * 2, 1.0]
-    assert rule._scales(layout) == pytest.approx(expected)
+    scales, moves = rule._scales(layout, facts)
+    assert scales == pytest.approx(expected) and moves == pytest.approx([0.5 * scale for scale in expected])
     assert rule.state is not None and rule.state.measured / rule.state.predicted == pytest.approx(900 / 14)
 
 
