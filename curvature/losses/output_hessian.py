@@ -226,8 +226,9 @@ class OutputBatch:
         if row is None or row.likelihood is None:
             known = ", ".join(t.__name__ for t, row in TORCH_LOSSES.items() if row.likelihood is not None)
             raise ValueError(
-                f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known "
-                f"here; these have one: {known}. Use exact(), propagated() or isotropic() instead"
+                f"loss: sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is "
+                f"known here. Pass one that has, as in loss=nn.CrossEntropyLoss(): {known}. Or choose isotropic(), "
+                "which needs no loss, or, in a function that takes the targets, exact() or propagated()"
             )
         return row.likelihood(loss, self.output), self.masses().sqrt()
 

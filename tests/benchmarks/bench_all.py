@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "attribution": ("tests/benchmarks/attribution.py", 10),
     "influence": ("tests/benchmarks/influence.py --rounds 2 --digits 500 --queries 50", 3),
     "adapters": ("tests/benchmarks/adapters.py", 2),
-    "posteriors": ("tests/benchmarks/posteriors.py", 8),
+    "posteriors": ("tests/benchmarks/posteriors.py --seeds 2", 10),
     "storage": ("tests/benchmarks/storage.py", 0.5),
     "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
     "forgetting": ("tests/benchmarks/forgetting.py --seeds 5", 0.2),

@@ -4,12 +4,14 @@
 
 Five sets of data, halved into training data and, a quarter each, validation and test data; a network of 100 and 50
 hidden units with ReLU, trained by KFAC with its defaults, Adam (1e-3) or SGD (0.05, momentum 0.9). Medians over seeds
-of the log loss on the test data in nats. laplace-torch: Kronecker factors of all layers, prior by its `gridsearch` (100
-values) on the same validation data. Seconds: of the search on validation data alone, processor time.
+of the log loss on the test data in nats. laplace-torch: Kronecker factors of all layers, prior by its `gridsearch` (21
+values from 1e-4 to 1e4; its default of 100 takes minutes) on the same validation data. Seconds: of the search on
+validation data alone, processor time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -35,11 +37,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 SETS: dict[str, tuple[Callable[[], tuple], int]] = {  # and epochs
     "digits": (lambda: load_digits(return_X_y=True), 30),
-    "MNIST, 5,000": (mnist, 10),
+    "MNIST, 14 x 14": (lambda: small(*mnist()), 20),
     "breast cancer": (lambda: load_breast_cancer(return_X_y=True), 30),
     "wine": (lambda: load_wine(return_X_y=True), 30),
     "two moons": (lambda: make_moons(600, noise=0.3, random_state=0), 30),
 }
+
+
+def small(x: Tensor, y: Tensor) -> Data:
+    return F.avg_pool2d(x[:2000].view(-1, 1, 28, 28), 2).flatten(1), y[:2000]
 
 
 def parts_of(name: str, seed: int) -> list[Data]:
@@ -73,12 +79,13 @@ def peer(model: nn.Module, train: Data, validation: Data) -> Callable[[Tensor], 
     posterior = Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
     posterior.fit(loaders[0])
     posterior.optimize_prior_precision(
-        method="gridsearch", pred_type="glm", link_approx="probit", val_loader=loaders[1]
+        method="gridsearch", pred_type="glm", link_approx="probit", val_loader=loaders[1], grid_size=21
     )
     return lambda x: posterior(x, pred_type="glm", link_approx="probit")
 
 
 def measured(name: str, by: str, seed: int) -> list[float]:
+    print(f"{name}, {by}, seed {seed}", file=sys.stderr)
     train, validation, (x, y) = parts_of(name, seed)
     model = trained(name, by, seed, train)
     log_loss = lambda p: F.nll_loss(p.detach().clamp(min=1e-30).log(), y).item()
@@ -106,8 +113,9 @@ def main() -> None:
         )
     )
     head = [
-        "data", "trained by", "network", "default prior", "`optimize_prior()`", "`optimize_prior(validation=...)`",
-        "laplace-torch, gridsearch", "seconds of the search", "of laplace-torch's fit and search",
+        "data", "trained by", "network ↓", "default prior ↓", "`optimize_prior()` ↓",
+        "`optimize_prior(validation=...)` ↓", "laplace-torch, gridsearch ↓", "search, CPU s",
+        "laplace-torch's fit and search, CPU s",
     ]  # fmt: skip
     printed(head, "llr", rows)
 
