@@ -99,7 +99,7 @@ def figures(runs: Sequence[Run], options: argparse.Namespace, losses: dict[str, 
         "command": "python examples/demo.py",
         "machine": f"{platform.machine()}, {options.threads} thread, torch {torch.__version__}",
         "steps": options.steps,
-        "tuning": {kind: {f"{lr:g}": loss for lr, loss in own.items()} for kind, own in losses.items()},
+        "tuning": {kind: {f"{lr:g}": loss for lr, loss in by_rate.items()} for kind, by_rate in losses.items()},
         "runs": {
             run.name: {"points": [(p.step, round(p.seconds, 4), round(p.loss, 4)) for p in run.points]} for run in runs
         },
@@ -112,7 +112,7 @@ def compete(data: Data, options: argparse.Namespace, marks: Sequence[int]) -> tu
     total = options.steps * (sum(map(len, grids.values())) + 1 + len(grids))
     with tqdm(total=total, unit="step", leave=False, disable=None) as bar:
         losses = {kind: tune(data, kind, grid, options.steps, options.seed, bar) for kind, grid in grids.items()}
-        best = {kind: min(own, key=lambda lr: own[lr]) for kind, own in losses.items()}
+        best = {kind: min(by_rate, key=by_rate.__getitem__) for kind, by_rate in losses.items()}
         runs = race(data, {"KFAC": math.nan} | best, options.steps, marks, options.seed, bar)
     return runs, losses
 

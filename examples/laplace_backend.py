@@ -47,15 +47,15 @@ class CurvatureBackend(CurvatureInterface):
         """Jacobians (N, *outputs, P) and outputs (N, *outputs); differentiable ones are laplace-torch's own."""
         if enable_backprop:
             return super().jacobians(x, enable_backprop=True)
-        found = per_sample_jacobians(self.model, arguments(x), parameters=self._names())
+        jacobians = per_sample_jacobians(self.model, arguments(x), parameters=self._names())
         parameters = dict(self.model.named_parameters())
-        rows = [own.reshape(*own.shape[: own.ndim - parameters[name].ndim], -1) for name, own in found.items()]
-        return self._chosen(self._own(torch.cat(rows, -1))), self._outputs(x)
+        rows = [part.reshape(*part.shape[: part.ndim - parameters[name].ndim], -1) for name, part in jacobians.items()]
+        return self._chosen(self._in_dtype(torch.cat(rows, -1))), self._outputs(x)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (N, P) of the summed loss, and its value."""
-        found = per_sample_gradients(self.model, self.lossfunc, arguments(x), y, parameters=self._names())
-        rows = torch.cat([own.flatten(1) for own in found.values()], 1)
+        gradients = per_sample_gradients(self.model, self.lossfunc, arguments(x), y, parameters=self._names())
+        rows = torch.cat([part.flatten(1) for part in gradients.values()], 1)
         return self._chosen(rows), self.lossfunc(self._outputs(x), y)
 
     def _problem(self, x: Any, y: Tensor) -> tuple[nn.Module, Any, tuple[Any, Tensor]]:
@@ -72,9 +72,9 @@ class CurvatureBackend(CurvatureInterface):
         chosen = set(map(id, self.params))
         return [name for name, p in self.model.named_parameters() if id(p) in chosen]
 
-    def _own(self, found: Tensor) -> Tensor:
+    def _in_dtype(self, tensor: Tensor) -> Tensor:
         """In the precision of the model, which laplace-torch goes on in; sums here are in single precision at least."""
-        return found.to(self.params[0].dtype)
+        return tensor.to(self.params[0].dtype)
 
     def _chosen(self, rows: Tensor) -> Tensor:
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
@@ -97,13 +97,13 @@ class FisherBackend(CurvatureBackend):
     def full(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
         """Loss and matrix (P, P) of this batch, whatever the number N of all samples."""
         matrix = fisher(*self._problem(x, y), self.inject(mc_samples), **self._options()).to_dense()
-        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._in_dtype(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the matrix of this batch."""
-        found = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), **self._options())
-        diagonal = torch.cat([own.flatten() for own in found.values()])
-        return self._loss(x, y), self.factor * self._chosen(self._own(diagonal))
+        by_name = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), **self._options())
+        diagonal = torch.cat([part.flatten() for part in by_name.values()])
+        return self._loss(x, y), self.factor * self._chosen(self._in_dtype(diagonal))
 
     def kron(
         self, x: Any, y: Tensor, N: int, kfac_approx: str = "expand", mc_samples: int | None = None
@@ -121,9 +121,9 @@ class FisherBackend(CurvatureBackend):
         dense = vectors_dense(self.model, self._names())
         problem, inject = self._problem(x, y), self.inject(mc_samples)
         K = kfac(*problem, inject, sharing=kfac_approx, structure=dense, **self._options())
-        found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
+        pairs = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
         return self._loss(x, y), self.factor * Kron(
-            [[self._own(side) for side in found[name]] for name in K.space.names]
+            [[self._in_dtype(side) for side in pairs[name]] for name in K.space.names]
         )
 
 
@@ -149,11 +149,11 @@ class CurvatureHessian(CurvatureBackend):
 
     def full(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         matrix = hessian(*self._problem(x, y), parameters=self._names()).to_dense()
-        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._in_dtype(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         diagonal = hessian(*self._problem(x, y), parameters=self._names()).diagonal()
-        return self._loss(x, y), self.factor * self._chosen(self._own(diagonal))
+        return self._loss(x, y), self.factor * self._chosen(self._in_dtype(diagonal))
 
     def kron(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Kron]:
         raise NotImplementedError("the Hessian has no Kronecker factors; take CurvatureGGN or CurvatureEF")

@@ -49,7 +49,7 @@ trainer = Trainer(
     args=args,
     train_dataset=train_digits,
     eval_dataset=test_digits,
-    compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
+    compute_metrics=lambda outcome: {"accuracy": (outcome.predictions.argmax(1) == outcome.label_ids).mean()},
     optimizers=(opt, None),  # None: the schedule named above
 )
 trainer.remove_callback(PrinterCallback)  # its entries are printed below, in short

@@ -75,8 +75,8 @@ def prose_of(path: Path) -> str:
 
 def anchors_of(path: Path) -> set[str]:
     """Of the headings of a page, as MkDocs and GitHub name them."""
-    found = re.findall(r"^#+ (.*)$", prose_of(path), re.M)
-    headings = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in found]
+    titles = re.findall(r"^#+ (.*)$", prose_of(path), re.M)
+    headings = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in titles]
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 

@@ -47,21 +47,21 @@ def column(number: int, text: str) -> float:
 
 
 def falls(pattern: str, text: str, factor: float, last: int = -1) -> bool:
-    found = numbers(pattern, text)
-    return found[last] < factor * found[0]
+    losses = numbers(pattern, text)
+    return losses[last] < factor * losses[0]
 
 
 accuracies = lambda text: numbers(r"accuracy ([\d.]+)%", text)
 CLAIMS: dict[str, Callable[[str], bool]] = {
     "attribution": lambda text: column(0, text) > 2 * column(1, text),  # without the named digits, and random ones
-    "language_model": lambda text: len(found := numbers(r"loss ([\d.]+) nats", text)) == 4 and max(found) < 4.3,
+    "language_model": lambda text: len(losses := numbers(r"loss ([\d.]+) nats", text)) == 4 and max(losses) < 4.3,
     "language_model_ddp": lambda text: (
         falls(r"([\d.]+) bits per character", text, 0.8) and "2 processes end in the same parameters" in text
     ),
     "laplace_posterior": lambda text: all(85 < share <= 100 for share in numbers(r"(\d+)% are within", text)),
     "lightning_autoencoder": lambda text: falls(r"test error ([\d.]+) per pixel", text, 1, -2),  # the last is PCA's
     "poisson": lambda text: falls(r"loss ([\d.e+-]+),", text, 0.7),
-    "private_training": lambda text: min(found := accuracies(text)) > 40 and found[0] > found[-1],  # privacy costs
+    "private_training": lambda text: min(rates := accuracies(text)) > 40 and rates[0] > rates[-1],  # privacy costs
     "train_classifier": lambda text: (
         "the resumed run ends in the same parameters" in text and accuracies(text)[-1] > 80
     ),

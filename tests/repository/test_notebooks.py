@@ -27,14 +27,14 @@ MAGIC = (r"^%matplotlib inline$", "")
 
 def cells_of(path: Path) -> list[tuple[str, str]]:
     """Names and sources of the cells with code."""
-    found = []
+    cells = []
     for number, cell in enumerate(json.loads(path.read_text("utf-8"))["cells"]):
         source = "".join(cell["source"])
         for pattern, text in (*SHORTER, MAGIC):
             source = re.sub(pattern, text, source, flags=re.MULTILINE)
         if cell["cell_type"] == "code":
-            found.append((f"{path.name}, cell {number}", source))
-    return found
+            cells.append((f"{path.name}, cell {number}", source))
+    return cells
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -33,8 +33,8 @@ def test_the_wheel_of_the_sdist_works(tmp_path: Path) -> None:
     sources = {str(path.relative_to(ROOT)) for path in modules_of(ROOT).values()}
     assert held == sources | {"curvature/py.typed", "optimizers/py.typed"}
     smoke = [sys.executable, "-I", "-c", RUN, tmp_path / "installed", ROOT / "tests/support/smoke.py"]
-    found = subprocess.run(smoke, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
-    assert found[2:] == [str(tmp_path / "installed" / package) for package in ("curvature", "optimizers")]
+    printed = subprocess.run(smoke, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
+    assert printed[2:] == [str(tmp_path / "installed" / package) for package in ("curvature", "optimizers")]
 
 
 def test_each_package_may_be_the_first_that_is_imported() -> None:

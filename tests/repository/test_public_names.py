@@ -17,16 +17,16 @@ IMPORTED = """
 import sys, torch
 before = set(sys.modules)
 import curvature, optimizers
-assert {"curvature", "optimizers"} <= (found := set(sys.modules) - before), found
-print(*sorted(found))
+assert {"curvature", "optimizers"} <= (loaded := set(sys.modules) - before), loaded
+print(*sorted(loaded))
 """
 
 
 def test_an_import_costs_nothing():
     """Besides `torch` only the mechanism itself is loaded; all of it takes a fifth of a second when first used."""
     command = [sys.executable, "-c", IMPORTED]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert found == ["curvature", "curvature.lazy", "optimizers"]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == ["curvature", "curvature.lazy", "optimizers"]
 
 
 @pytest.mark.parametrize("package", ["curvature", "optimizers"])
@@ -35,9 +35,9 @@ def test_names_are_found_listed_and_nothing_else_is(package: str):
     public = importlib.import_module(f"{package}.public")
     assert module.__all__ == public.__all__ and {*public.__all__, "__doc__"} <= {*dir(module)}
     assert all(getattr(module, name) is getattr(public, name) for name in module.__all__)
-    found: dict[str, object] = {}
-    exec(f"from {package} import *", found)
-    assert found.keys() - {"__builtins__"} == {*public.__all__}
+    names: dict[str, object] = {}
+    exec(f"from {package} import *", names)
+    assert names.keys() - {"__builtins__"} == {*public.__all__}
     for name in ("no_such_name", "__wrapped__"):
         with pytest.raises(AttributeError, match=f"module '{package}' has no attribute '{name}'"):
             getattr(module, name)
