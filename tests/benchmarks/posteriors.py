@@ -5,8 +5,8 @@
 Five sets of data, halved into training data and, a quarter each, validation and test data; a network of 50 and 50
 hidden units with ReLU, trained by KFAC with its defaults, Adam (1e-3) or SGD (0.05, momentum 0.9). Medians over seeds
 of the log loss on the test data in nats. laplace-torch: Kronecker factors of all layers, prior by its `gridsearch` (one
-value each decade from 1e-4 to 1e4; its default of 100 takes minutes) on the same validation data. Seconds: of the search on
-validation data alone, processor time.
+value each decade from 1e-4 to 1e4; its default of 100 takes minutes) on the same validation data. Seconds: of the
+search on validation data alone, processor time.
 """
 
 from __future__ import annotations
