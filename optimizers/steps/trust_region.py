@@ -88,7 +88,7 @@ class TrustState(NamedTuple):
     norm: float  # running mean of the gradients' norms, each clipped
     longest: float  # its largest value, slowly forgotten
     lr: float  # of the last step
-    unmoved: float = 0.0  # number of steps since it has moved, or other data or another scale of the loss have begun
+    unmoved: float = 0.0  # number of steps since it has moved, or the loss has another scale; half where data turn
     spread: float = 0.0  # running standard deviation of the gradients' norms
     slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
     kept: float = 1.0  # share of it that the bounds on the layers have left
@@ -391,7 +391,7 @@ def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> Tru
     gradients have become short, steps converge, and may well turn.
     """
     is_turn = ratio < -c.turn and slope_ratio(state.ends, state.starts) > c.turn and state.norm > c.turn * state.longest
-    return state._replace(size=0.0, floor=c.less * state.floor, unmoved=0.0) if is_turn else state
+    return state._replace(size=0.0, floor=c.less * state.floor, unmoved=state.unmoved / 2) if is_turn else state
 
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
