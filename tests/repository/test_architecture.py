@@ -31,7 +31,7 @@ pytestmark = pytest.mark.fast
 NAMED = (
     *(f"curvature/{name}" for name in ("forward_laplacian", "functional", "layers", "linalg", "operators", "plots")),
     *(f"curvature/{name}" for name in ("recording", "terms", "uses", "lazy.py", "public.py", "estimators.py")),
-    "curvature/arguments.py",
+    *(f"curvature/{name}" for name in ("kronecker", "matrices", "preconditioners", "structures", "arguments.py")),
     "optimizers/arguments.py",
 )
 

@@ -12,6 +12,7 @@ from optimizers.steps.trust_region import (
     TrustState,
     _energy,
     adapted,
+    begun_again,
     bounded,
     evened,
     geometric_mean,
@@ -117,6 +118,15 @@ def test_after_an_overshoot_the_step_size_is_that_of_the_secant() -> None:
         assert after.size == pytest.approx(1.0 * times)
         assert (after.slope, after.kept) == (0, 1)
         assert look(after, 0.0).size == after.size
+
+
+def test_a_turn_of_the_data_takes_half_of_the_annealing_back() -> None:
+    """Batches agreed (a mean ratio of 1/2) until one turns; short gradients may well turn."""
+    agreed = state(ends=-0.5, unmoved=8.0)
+    turned = begun_again(agreed, -0.5, C)
+    assert (turned.size, turned.floor, turned.unmoved) == (0, C.less, 4)
+    for known, ratio in ((agreed, -0.2), (state(ends=-0.2, unmoved=8.0), -0.5), (agreed._replace(longest=5.0), -0.5)):
+        assert begun_again(known, ratio, C) == known
 
 
 def test_bounds_on_the_step_size() -> None:
