@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature import recording
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.rules import Taylor
-from curvature.functional import NORMS, ExactNorms, MixesSamples, own_functions
-from curvature.linalg import full_precision, hides_second_derivatives, noise_floor, rounding_tolerance
-from curvature.recording import ModelState, preserve_state
+from curvature.functional import NORMS, ExactNorms, MixesSamples, require_second_derivatives
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance
+from curvature.recording import preserve_state
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
@@ -50,8 +49,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
-        RuntimeError: an ``autograd.Function`` of the model hides its second derivative from torch, as the first call at
-            a shape finds by differences of gradients.
+        RuntimeError: an ``autograd.Function`` of the model does not say ``twice_differentiable = True``.
     """
     if isinstance(x, Tensor) and x.ndim and not len(x):
         u, grad, second = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
@@ -74,8 +72,6 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                 is_at_fault = not isinstance(error, Recorded)  # a recorder sees all passes
                 with preserve_state(module):
                     result = _by_autograd(model, given, form)
-                    if is_at_fault:
-                        _require_second_derivatives(model, given, shape)
                 if is_at_fault:
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
                     recording.warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
@@ -143,6 +139,7 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm)
     y = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
     with IndependentNorms(), sdpa_kernel(SDPBackend.MATH):
         u = _output(recording.logits(model(y)), x)
+    require_second_derivatives([u], "laplacian")
     grads, sums = [], []
     for column in u.reshape(len(u), -1).unbind(1):
         grad = _gradient(column, y)
@@ -161,43 +158,6 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
         return torch.zeros_like(y)
     (gradient,) = torch.autograd.grad(values.sum(), y, create_graph=True, materialize_grads=True)
     return gradient
-
-
-def _require_second_derivatives(model: Callable[[Tensor], Any], x: Tensor, shape: Any) -> None:
-    """Raise RuntimeError where a function of the user's hides a second derivative from torch; once for each shape."""
-    key, seen = ("second derivatives", shape), COMPARED.setdefault(model, set())
-    if key not in seen and (names := _hide_derivatives(model, x)):
-        raise RuntimeError(
-            f"laplacian: torch loses a part of the second derivatives of an autograd.Function ({', '.join(names)}): "
-            "let its backward call torch functions of the gradient that it gets and of ctx.saved_tensors, without "
-            "detach, NumPy, once_differentiable or what forward has put into ctx; or call its formula in place of it"
-        )
-    seen.add(key)
-
-
-@full_precision()
-def _hide_derivatives(model: Callable[[Tensor], Any], x: Tensor) -> list[str]:
-    """The user's functions, if second derivatives along a random direction are not what gradients near by tell."""
-    try:
-        double: Any = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
-        state = ModelState(double if isinstance(model, nn.Module) else nn.Module())
-        drawn = torch.Generator().manual_seed(0)
-        normal = lambda shape: torch.randn(shape, generator=drawn, dtype=torch.float64, device="cpu")
-        point, direction = x.detach().double(), normal(x.shape).to(x.device)
-
-        def outputs(y: Tensor) -> Tensor:
-            with state.again():
-                return _output(recording.logits(double(y)), x)
-
-        u = outputs(point.clone().requires_grad_())
-        if not (names := own_functions([u])):
-            return []
-        vector = normal(u.shape).to(u.device)
-        along = lambda y: (outputs(y) * vector).sum().to(x.device)
-        return names if hides_second_derivatives(along, point, direction) else []
-    except Exception as error:  # whatever a model raises that has no copy, or none in double precision
-        log.info("laplacian: not compared with differences of gradients: %s", str(error).split("\n")[0])
-        return []
 
 
 def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:

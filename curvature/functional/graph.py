@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd.graph import Node as GraphNode
 
 OWN = f"{__name__.partition('.')[0]}."  # where functions are defined that leave samples where they are
 IN_CPP = "CppFunction"  # the type of nodes of functions that an extension brings
-BY_VMAP = "Vmapped"  # how torch begins the name of a function that it made of another
+TRANSFORMED, OPERATORS = "torch._functorch.autograd_function", "torch._library"  # where torch makes functions of others
 
 
 def graph_nodes(*last: GraphNode | None, until: GraphNode | None = None) -> list[GraphNode]:
@@ -39,8 +40,37 @@ def is_of_the_user(node: Any) -> bool:
 
 
 def own_functions(results: Iterable[Tensor]) -> list[str]:
-    """Names of the functions in the graphs of results that torch does not know, of the user's or of a library's."""
+    """Names of the functions in the graphs of results of which torch knows nothing, and which do not say themselves
+    that they have a second derivative (`twice_differentiable`).
+
+    Functions of torch are right or raise their own error, but for those that it makes of others: of a function under
+    `torch.func`, which is that function again, and of an operator of `torch.library`, which cannot say anything.
+    """
     nodes = graph_nodes(*(result.grad_fn for result in results))
-    classes: list[Any] = [type(node) for node in nodes if is_of_the_user(node)]
-    in_python = [kind._forward_cls.__name__.removeprefix(BY_VMAP) for kind in classes]
-    return list(dict.fromkeys([*in_python, *(node.name() for node in nodes if type(node).__name__ == IN_CPP)]))
+    classes = [_written(type(node)._forward_cls) for node in nodes if is_of_the_user(node)]  # type: ignore[attr-defined]
+    names = [kind.__name__ for kind in classes if not _is_twice_differentiable(kind)]
+    return list(dict.fromkeys([*names, *(node.name() for node in nodes if type(node).__name__ == IN_CPP)]))
+
+
+def require_second_derivatives(results: Iterable[Tensor], what: str, instead: str = "") -> None:
+    """RuntimeError where the graph has functions that do not say that they have a second derivative."""
+    if names := own_functions(results):
+        raise RuntimeError(
+            f"{what} needs the second derivative of an autograd.Function ({', '.join(names)}). If torch can "
+            "differentiate its backward, which computes everything with torch functions of the gradient that it gets "
+            "and of ctx.saved_tensors (no detach, NumPy, once_differentiable, nor what forward put into ctx), say so "
+            "by a line in the class, twice_differentiable = True, and check it by torch.autograd.gradgradcheck. Else "
+            f"call its formula in place of it{instead}"
+        )
+
+
+def _is_twice_differentiable(kind: Any) -> bool:
+    is_of_torch = kind.__module__.startswith("torch.") and not kind.__module__.startswith((TRANSFORMED, OPERATORS))
+    return is_of_torch or bool(getattr(kind, "twice_differentiable", False))
+
+
+def _written(kind: Any) -> Any:
+    """The function of which torch.func has made this one, under `vmap` for example."""
+    while kind.__module__ == TRANSFORMED:
+        kind = inspect.getclosurevars(kind.forward).nonlocals["autograd_function"]
+    return kind

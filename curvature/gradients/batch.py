@@ -5,7 +5,6 @@ Also of inputs that are no tensors with an axis of samples: bags of words with o
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -261,16 +260,6 @@ class Batch:
 
         nothing = [n for n in some if value(self.sample(n)).isnan()]
         return nothing if nothing and value(self).isfinite() else []
-
-    def in_double(self) -> Batch:
-        """A copy in double precision, with a model of its own."""
-        double = lambda t: t.double() if t.is_floating_point() else t
-        model, loss = copy.deepcopy(self.model).double(), self.loss
-        if isinstance(loss, nn.Module):
-            loss = copy.deepcopy(loss).double()
-        named, (x, y) = dict(model.named_parameters()), map_tensors(double, (self.x, self.y))
-        parameters = {name: named[name] for name in self.parameters}
-        return replace(self, model=model, loss=loss, x=x, y=y, parameters=parameters)
 
     def along(self, vector: Tensor) -> Batch:
         """The batch with the loss ``<output, vector>``."""

@@ -32,8 +32,8 @@ def output_changes(
 
     Differentiates the backward pass, which is linear in the backpropagated vectors, and so needs no forward-mode rules.
     A direction costs only the part of the network behind the parameters that it moves. Where the graph has functions of
-    your own, a backward pass of a random vector checks that theirs can be differentiated. If a function's cannot, each
-    entry of the outputs takes a backward pass, and the log says so.
+    your own that do not say ``twice_differentiable = True``, a backward pass of a random vector checks that theirs can
+    be differentiated. If a function's cannot, each entry of the outputs takes a backward pass, and the log says so.
 
     Args:
         outputs: computed from the parameters; their graph is kept.

@@ -40,7 +40,6 @@ from curvature.linalg.devices import (
     widen,
     widest,
 )
-from curvature.linalg.differences import agrees_with_differences, contradicts_differences, hides_second_derivatives
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.precision import (
     PRODUCTS,

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
+from curvature.functional import TwiceDifferentiable, graph_nodes, require_second_derivatives
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
-from curvature.linalg import agrees_with_differences, contradicts_differences, full_precision, matmul, widen
-from curvature.losses import TORCH_LOSSES, Injection, name_of, require_repeats, require_terms
+from curvature.linalg import full_precision, matmul, widen
+from curvature.losses import TORCH_LOSSES, Injection, require_repeats, require_terms
 from curvature.matrices.jacobians import changes_by_rows
 from curvature.matrices.linearised import Proved, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
-from curvature.recording import ModelState, graph_dtypes, in_turn, tensors_in
+from curvature.recording import graph_dtypes, in_turn, tensors_in
 
-log = logging.getLogger("curvature")
+NEEDS_NONE = "gauss_newton() needs no second derivative of the model"
 SAME = 1e-3  # relative difference of the norms of outputs, beyond what TF32 rounds
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
@@ -282,8 +281,10 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
 
 
 def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
-    """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts."""
-    value, along = [run.batch.loss_of(run.output)], random_directions(run.batch, 1)
+    """`through_gradient`; RuntimeError where the gradient of the loss cannot be differentiated in all of its parts:
+    by name those of the user's functions, by a random vector what hooks detach.
+    """
+    value = [run.batch.loss_of(run.output)]
     if value[0].isnan() and not run.mass_of_batch() and (not is_single or _has_finite_gradient(value[0], run)):
         return through_gradient(run, is_single)
     if not value[0].isfinite():
@@ -293,62 +294,27 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
         )
     if type(run.batch.loss) not in TORCH_LOSSES:
         require_repeats(run.batch.loss, run.output, run.batch.y)
-    try:
-        is_stationary = _is_stationary(value[0], run)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise RuntimeError(f"{name_of(run.batch.loss)} cannot be differentiated twice: {error}") from error
-    try:
-        is_complete = _is_complete(value, run, along, is_stationary)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        why = str(error).split("\n")[0].rstrip(".")
-        raise RuntimeError(
-            f"torch has no Hessian of the loss: {why}; gauss_newton() needs none of the model"
-        ) from error
-    names = ", ".join(own_functions(value))
-    if not is_complete:
-        raise RuntimeError(
-            "torch loses a part of the Hessian, because it cannot differentiate the backward pass of an "
-            f"autograd.Function ({names}): let its backward call torch functions of the gradient that it gets, without "
-            "detach, NumPy or once_differentiable; gauss_newton() is exact without that"
-            if names
-            else "torch loses a part of the Hessian: the second derivative of a function of torch is wrong or not "
-            "finite where the model or the loss calls it; gauss_newton() needs none of the model"
-        )
-    if names and _by_differences(run.batch, contradicts_differences):
-        raise RuntimeError(
-            "torch loses a part of the Hessian, because the backward pass of an autograd.Function hides from it how "
-            f"it depends on the input ({names}): let backward compute everything from ctx.saved_tensors, and nothing "
-            "from what forward has computed and put into ctx; gauss_newton() is exact without that"
-        )
-    return through_gradient(run, is_single)
+    require_second_derivatives(value, "the Hessian", f"; {NEEDS_NONE}")
+    put, step, weight = through_gradient(run, is_single)
+    parameters, along, probe = run.batch.parameters, random_directions(run.batch, 1), run.batch.probe(run.output)
 
+    def put_or_explain(part: Tensor, out: Tensor, add: bool) -> None:
+        try:
+            put(part, out, add)
+            probed = [probe.loss_of(run.output)]  # the model alone; at a minimum the loss has nothing but rounding
+            changes = changes_by_backward_passes(probed, parameters, along, 1.0)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = str(error).split("\n")[0].rstrip(".")
+            raise RuntimeError(f"torch has no Hessian of the loss: {why}; {NEEDS_NONE}") from error
+        if changes[0][0].isfinite() and not are_adjoint(probed, parameters, along, changes):
+            raise RuntimeError(
+                "torch loses a part of the Hessian: a hook of the model, or a function that says twice_differentiable, "
+                f"detaches the gradient that it gets; {NEEDS_NONE}"
+            )
 
-def _is_complete(value: list[Tensor], run: RecordedBatch, along: list[dict[str, Tensor]], is_stationary: bool) -> bool:
-    """Whether torch can differentiate the gradient of a value along a direction."""
-    parameters = run.batch.parameters
-    if is_stationary:  # a random function of the output tells as much of the model
-        value = [run.batch.probe(run.output).loss_of(run.output)]
-    changes = changes_by_backward_passes(value, parameters, along, 1.0)
-    if are_adjoint(value, parameters, along, changes):
-        return True
-    # of a gradient that is zero in places, some functions of torch have no derivative, but one by what it depends on
-    is_finite = all(bool(t.isfinite().all()) for change in changes for t in change)
-    return not is_finite and _by_differences(run.batch, agrees_with_differences)
-
-
-def _is_stationary(value: Tensor, run: RecordedBatch) -> bool:
-    """Whether the gradient of the loss at the output is nothing but rounding, which has no derivative to compare."""
-    options: Any = {"create_graph": True, "materialize_grads": True}
-    (slope,) = torch.autograd.grad(value, run.output, **options)
-    if not slope.requires_grad or slope.is_complex():  # linear, or of an output that says nothing here
-        return False
-    along = run.batch.probe(run.output).y * (1 + run.output.detach().square().mean().sqrt())
-    change = torch.autograd.grad((slope * along).sum(), run.output, retain_graph=True, materialize_grads=True)[0]
-    return bool(slope.norm() <= 1e3 * torch.finfo(slope.dtype).eps * change.norm())
+    return put_or_explain, step, weight
 
 
 def _has_finite_gradient(value: Tensor, run: RecordedBatch) -> bool:
@@ -357,27 +323,11 @@ def _has_finite_gradient(value: Tensor, run: RecordedBatch) -> bool:
 
 
 @full_precision()
-def _by_differences(given: Batch, compare: Callable[..., bool]) -> bool:
-    """What `compare` finds of the Hessian along a random direction and gradients near by; False if it does not run."""
-    try:
-        batch = given.in_double()
-        start, (direction,) = ModelState(batch.model), random_directions(batch, 1)
-
-        def loss() -> Tensor:
-            with start.again():
-                return batch.loss_of(batch.output())
-
-        return compare(loss, list(batch.parameters.values()), list(direction.values()))
-    except Exception as error:  # whatever a model raises that has no copy, or none in double precision
-        log.info("the Hessian was not compared with differences of gradients: %s", str(error).split("\n")[0])
-        return False
-
-
-@full_precision()
 def require_symmetric(space: Space, passes: Repeated) -> None:
-    """Refuse a Hessian that is not symmetric, up to rounding in the least precise dtype: torch has some wrong.
+    """Refuse a Hessian that is not finite or not symmetric, up to rounding in the least precise dtype.
 
-    A model in double precision may compute a part of its layers in single, as many norms of language models do.
+    Torch has some second derivatives wrong. A model in double precision may compute a part of its layers in single, as
+    many norms of language models do.
     """
     parameters = list(passes.source.model.parameters())
     kinds = {p.dtype for p in parameters if p.is_floating_point()}
@@ -394,8 +344,9 @@ def require_symmetric(space: Space, passes: Repeated) -> None:
     rounding = max(torch.finfo(kind).eps for kind in kinds)
     if not (forms - forms.T).abs().amax() <= rounding**0.5 * forms.norm():
         raise RuntimeError(
-            "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
-            f"(u^T H v = {forms[0, 1]:.6g}, v^T H u = {forms[1, 0]:.6g}); gauss_newton() needs none"
+            "the model: its Hessian by automatic differentiation is not symmetric or not finite: the second derivative "
+            "of a function of torch is wrong or not finite where the model or the loss calls it "
+            f"(u^T H v = {forms[0, 1]:.6g}, v^T H u = {forms[1, 0]:.6g}); {NEEDS_NONE}"
         )
 
 

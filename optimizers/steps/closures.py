@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
-from curvature.gradients import are_adjoint, changes_by_backward_passes
+from curvature.gradients import changes_by_backward_passes
 from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
@@ -42,11 +41,9 @@ WITHOUT_THE_MODEL = (
     "closure: it returned {} that depends on no parameter of the optimizer's model; call the very model that the "
     "optimizer was given in it, not a copy"
 )
-LOST = "torch cannot differentiate the backward pass of"
+LOST = "nothing says that torch can differentiate the backward pass of"
 # What is said of functions that cannot be differentiated twice
 WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run", LOST
-# by models: whether second derivatives of their outputs, and of losses, have all parts; asked once
-COMPLETE: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 
 def check_computed(values: Sequence[Tensor], model: nn.Module, start: int, what: str) -> bool:
@@ -317,23 +314,9 @@ class Replay:
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), WithoutBackward():
             loss = self.closure()
-            self._require_complete("loss of parameters", [loss], list(parameters.values()))
+            _require_second_derivatives([loss])
             found = _products(loss, [], [[] for _ in directions], [], parameters, directions)
         return self.mean(found)
-
-    def _require_complete(self, what: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """RuntimeError where two backward passes lose a part of what a function of the user's does."""
-        known = COMPLETE.setdefault(self.model, {})
-        if what not in known:
-            drawn = torch.Generator().manual_seed(0)
-            normal = lambda x: torch.randn(x.shape, generator=drawn, device="cpu").to(x)
-            named = {str(k): x for k, x in enumerate(inputs)}
-            along = [{name: normal(x) for name, x in named.items()}]
-            known[what] = not any(x.requires_grad for x in results) or are_adjoint(
-                results, named, along, changes_by_backward_passes(results, named, along)
-            )
-        if not known[what]:
-            raise RuntimeError(f"{LOST} {', '.join(own_functions(results)) or 'a hook'}")
 
     def _gauss_newton(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor | None:
         """None where the closure computes its loss from more than the model's outputs, hidden features for example."""
@@ -348,7 +331,7 @@ class Replay:
                 output, step, is_same = self._some(call, stride)
                 others += [] if is_same else [call]
                 outputs = _floats(output)
-                self._require_complete("outputs", outputs, list(parameters.values()))
+                _require_second_derivatives(outputs)
                 found = changes_by_backward_passes(outputs, parameters, directions)
                 for moved, rows in zip(changes, found, strict=True):
                     moved += rows
@@ -361,7 +344,7 @@ class Replay:
         rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
         if loss is None or not _close(self.value, loss, rough):
             return None
-        self._require_complete("loss of outputs", [loss], leaves)
+        _require_second_derivatives([loss])
         return self.mean(_products(loss, leaves, changes, strides, parameters, directions))
 
     @torch.enable_grad()
@@ -405,6 +388,11 @@ class Replay:
             self.model.__dict__.pop("forward", None)
             if own is not None:
                 self.model.forward = own
+
+
+def _require_second_derivatives(results: Sequence[Tensor]) -> None:
+    if names := own_functions(results):
+        raise RuntimeError(f"{LOST} {', '.join(names)}; if it can, say so: twice_differentiable = True in its class")
 
 
 def _products(

@@ -36,7 +36,9 @@ ENTROPY = nn.CrossEntropyLoss()
 UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory, SineWithDetachedGradient]
 
 
-def products_are_right(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> tuple[Any, Tensor, Tensor]:
+def products_are_right(
+    model: nn.Module, loss: Any, x: Tensor, y: Tensor, through_outputs: bool = True
+) -> tuple[Any, Tensor, Tensor]:
     """Of the Gauss-Newton matrix, and of the Jacobian, from backward passes; all three of them with vectors."""
     output = model(x).detach()
     J = rows(model(x).flatten(), model)
@@ -46,6 +48,8 @@ def products_are_right(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> tup
         with context:
             torch.testing.assert_close(G @ V[:, 0], J.T @ H @ J @ V[:, 0])
             torch.testing.assert_close(G @ V, J.T @ H @ J @ V)
+    if not through_outputs:
+        return G, J, V
     found = curvature.output_changes([model(x)], dict(model.named_parameters()), [G.space.split(v) for v in V.T])
     torch.testing.assert_close(torch.stack([change.flatten() for (change,) in found], 1), J @ V)
     return G, J, V
@@ -98,11 +102,13 @@ def test_a_hessian_through_functions_that_cannot_be_differentiated_twice_is_refu
     model = Raw(lambda m, x: Sine.apply(m.a(x)), a=nn.Linear(4, 3))
     H = curvature.hessian(model, ENTROPY, (torch.randn(5, 4), torch.randint(3, (5,))))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"autograd.Function \(Sine\)"):
+        with pytest.raises(RuntimeError, match=r"autograd.Function \(Sine\).*gauss_newton"):
             H @ torch.ones(15)
 
 
 class Cubed(torch.autograd.Function):
+    twice_differentiable = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -113,44 +119,47 @@ class Cubed(torch.autograd.Function):
         return 3 * g * ctx.saved_tensors[0] ** 2
 
 
-def own_network(function: Any, width: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
+def own_network(function: Any) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(1)
-    layers = {"a": nn.Linear(4, width), "n": nn.LayerNorm(width), "b": nn.Linear(width, 3)}
-    model = Raw(lambda m, x: m.b(function.apply(m.n(m.a(x)))), **layers).to(dtype)
-    return model, torch.randn(40, 4, dtype=dtype), torch.randint(3, (40,))
+    model = Raw(lambda m, x: m.b(function.apply(m.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3))
+    return model, torch.randn(6, 4), torch.randint(3, (6,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [3, 100])
-def test_a_hessian_without_the_second_derivative_of_a_function_is_refused(width: int, dtype: torch.dtype) -> None:
-    model, x, y = own_network(SineOfContext, width, dtype)
+def test_a_hessian_without_the_second_derivative_of_a_function_is_refused() -> None:
+    """Also where it is symmetric without it."""
+    model, x, y = own_network(SineOfContext)
     before = copy.deepcopy(model.state_dict())
     H = curvature.hessian(model, ENTROPY, (x, y))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"autograd.Function .*\(SineOfContext\).*ctx.saved_tensors"):
-            H @ torch.ones(H.space.size, dtype=dtype)
+        with pytest.raises(RuntimeError, match=r"Hessian .*\(SineOfContext\).*twice_differentiable = True"):
+            H @ torch.ones(H.space.size)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [3, 100])
+@pytest.mark.parametrize("place", ["model", "output"])
+def test_hooks_that_detach_gradients(place: str) -> None:
+    """Torch loses what is behind them; for products there are rows."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        out = m.b(h.tanh())
+        if h.requires_grad:
+            (h if place == "model" else out).register_hook(lambda g: g.detach().clone())
+        return out
+
+    model, x, y = Raw(forward, a=nn.Linear(4, 5), b=nn.Linear(5, 3)), torch.randn(6, 4), torch.randint(3, (6,))
+    with pytest.raises(RuntimeError, match=r"a hook of the model.*gauss_newton"):
+        curvature.hessian(model, ENTROPY, (x, y)) @ torch.ones(43)
+    products_are_right(model, ENTROPY, x, y, through_outputs=False)
+
+
 @pytest.mark.parametrize("function", [Kinked, StraightThrough, Cubed])
-def test_hessians_through_functions_of_the_users(function: Any, width: int, dtype: torch.dtype) -> None:
-    model, x, y = own_network(function, width, dtype)
+def test_hessians_through_functions_that_say_that_they_have_a_second_derivative(function: Any) -> None:
+    model, x, y = own_network(function)
     H = curvature.hessian(model, ENTROPY, (x, y))
-    v = torch.ones(H.space.size, dtype=dtype)
     gradients = torch.autograd.grad(ENTROPY(model(x), y), list(model.parameters()), create_graph=True)
     product = torch.autograd.grad(sum(g.sum() for g in gradients), list(model.parameters()))
-    torch.testing.assert_close(H @ v, torch.cat([p.flatten() for p in product]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_hessian_with_as_many_kinks_as_samples(dtype: torch.dtype) -> None:
-    """Over a longer way their jumps add up to a curvature of their own."""
-    model = nn.Sequential(nn.Linear(20, 1)).to(dtype)
-    x, y = torch.randn(200_000, 20, dtype=dtype), torch.randn(200_000, 1, dtype=dtype).sign()
-    H = curvature.hessian(model, lambda o, y: Kinked.apply(0.1 - y * o).mean(), (x, y))
-    assert not (H @ torch.ones(21, dtype=dtype)).any()
+    torch.testing.assert_close(H @ torch.ones(H.space.size), torch.cat([p.flatten() for p in product]))
 
 
 @pytest.mark.parametrize("axes", [(1, 0), (0, 1)])
@@ -182,24 +191,22 @@ def test_weights_by_unusual_functions(name: str) -> None:
     torch.testing.assert_close(curvature.hessian(model, loss, x, y).to_dense(), H)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [Sine, SineByNumpy, SineOfContext])
-def test_laplacians_without_the_second_derivative_of_a_function_are_refused(function: Any, dtype: torch.dtype) -> None:
-    model, x, _ = own_network(function, 5, dtype)
+def test_laplacians_without_the_second_derivative_of_a_function_are_refused(function: Any) -> None:
+    model, x, _ = own_network(function)
     for call in (model, model, lambda x: (function.apply(x) * x).sum(1)):
-        with pytest.raises(RuntimeError, match=rf"laplacian: .*\({function.__name__}\)"):
+        with pytest.raises(RuntimeError, match=rf"laplacian .*\({function.__name__}\).*twice_differentiable = True"):
             curvature.laplacian(call, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [Kinked, StraightThrough, Cubed])
-def test_laplacians_through_functions_of_the_users(function: Any, dtype: torch.dtype) -> None:
-    model, x, _ = own_network(function, 5, dtype)
+def test_laplacians_through_functions_of_the_users(function: Any) -> None:
+    model, x, _ = own_network(function)
     hessians = [
         torch.autograd.functional.hessian(lambda row, k=k: model(row[None])[0, k], row) for row in x for k in range(3)
     ]
-    expected = torch.stack([h.trace() for h in hessians]).reshape(40, 3)
-    torch.testing.assert_close(curvature.laplacian(model, x)[2], expected, rtol=1e-4, atol=1e-4)
+    expected = torch.stack([h.trace() for h in hessians]).reshape(6, 3)
+    torch.testing.assert_close(curvature.laplacian(model, x)[2], expected)
 
 
 def test_samples_that_meet_have_no_laplacian_at_the_second_call_either() -> None:
@@ -229,7 +236,7 @@ def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
     for _ in range(3):
         opt.step(closure)
     assert float(closure().detach()) < first
-    assert "cannot differentiate the backward pass of Sine" in caplog.text
+    assert "torch can differentiate the backward pass of Sine" in caplog.text
 
 
 def test_models_that_keep_their_features() -> None:
@@ -309,7 +316,7 @@ def test_a_loss_without_a_second_derivative(builder: Any) -> None:
     def loss(o: Tensor, y: Tensor) -> Tensor:
         return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), y, lengths, torch.full((5,), 2))
 
-    with pytest.raises(RuntimeError, match="loss cannot be differentiated twice: .*ctc"):
+    with pytest.raises(RuntimeError, match="(loss cannot be differentiated twice|no Hessian of the loss): .*ctc"):
         builder(model, loss, (torch.randn(5, 4), torch.randint(1, 4, (5, 2)))) @ torch.ones(60)
 
 

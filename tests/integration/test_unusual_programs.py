@@ -427,6 +427,8 @@ def test_the_hessian_of_a_classifier_that_is_sure(dtype: torch.dtype) -> None:
 
 def test_a_second_derivative_that_is_wrong_is_seen_beside_a_sure_classifier() -> None:
     class Wrong(torch.autograd.Function):
+        twice_differentiable = True
+
         @staticmethod
         def forward(ctx: Any, z: Tensor, w: Tensor) -> Tensor:
             ctx.save_for_backward(z, w)

@@ -54,6 +54,8 @@ def branches(output, target):
 class Half(torch.autograd.Function):
     """A linear function of which vmap cannot follow the derivative."""
 
+    twice_differentiable = True
+
     @staticmethod
     def forward(ctx, x):
         return x / 2

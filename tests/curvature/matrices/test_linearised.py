@@ -24,6 +24,8 @@ Y = torch.tensor([0, 1, 1, 0, 2])
 class Times(torch.autograd.Function):
     """A product with a parameter that no torch function sees."""
 
+    twice_differentiable = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)

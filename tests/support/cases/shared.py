@@ -290,6 +290,7 @@ class Doubled(torch.autograd.Function):
     """y = 2 w x with a backward pass that torch cannot see into."""
 
     generate_vmap_rule = True
+    twice_differentiable = True
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -309,6 +310,7 @@ class Step(torch.autograd.Function):
     """Rounds a weight; the gradient passes straight through."""
 
     generate_vmap_rule = True
+    twice_differentiable = True
 
     @staticmethod
     def forward(w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions of the user's. Of a sine torch loses the second derivative; `Sine` says so, if its gradient has a graph."""
+"""Functions of the user's. Of a sine torch loses the second derivative, and none says that it has one."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class SineInGivenMemory(Sine):
 
 
 class SineOfContext(Sine):
-    """What forward keeps in ctx has no graph: the second derivative is lost, and the Hessian stays symmetric."""
+    """What forward keeps in ctx has no graph, and the Hessian stays symmetric."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -51,6 +51,8 @@ class SineOfContext(Sine):
 
 
 class Kinked(torch.autograd.Function):
+    twice_differentiable = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.is_positive = x > 0
@@ -63,6 +65,8 @@ class Kinked(torch.autograd.Function):
 
 class StraightThrough(torch.autograd.Function):
     """Its gradient is that of another function."""
+
+    twice_differentiable = True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
