@@ -14,6 +14,7 @@ from curvature.recording import capture
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Case, seeded
 from support.cases.catalogue import CASES
+from support.combinations import in_turn
 from support.oracles import brute_force as oracle
 
 ATTACHED = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
@@ -94,8 +95,7 @@ def test_gradients_with_a_penalty(name: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@in_turn(way=WAYS, kind=["RNN", "GRU", "LSTM"])
 def test_recurrent_layers_that_are_called_again(kind: str, way: str) -> None:
     case = repeated(kind, way)
     right = gradients(case, None)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import placed, seeded
+from support.combinations import in_turn
 from support.habits import copied, moved
 from support.habits import flat as weights
 from support.training import assert_same, closure_of, task, train_by_closure
@@ -114,8 +115,7 @@ def test_resumed_runs_are_the_uninterrupted_ones(name: str):
 OPTIONS = [{}, {"damping": 0.1, "weight_decay": 0.01}, {"inject": curvature.empirical()}, {"adaptive": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+@in_turn(options=OPTIONS, optimizer=[KFAC, EKFAC])
 def test_convolutions_resume_bitwise(options: dict[str, Any], optimizer: type[KFAC], device: str):
     """From a checkpoint that was read to the CPU, as is usual, and to the device."""
     model, loss, x, y = task("cnn", device)
@@ -247,8 +247,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+@in_turn(damage=DAMAGED, kind=[KFAC, EKFAC])
 def test_damaged_states(kind: type[KFAC], damage: str):
     name = kind.__name__
     model, opt = made(name)
@@ -313,8 +312,7 @@ MOVED = ["KFAC", "KFAC damped", "EKFAC", "KFAC adaptive", "woodbury", "cg", "KFA
 MOVED += ["woodbury residuals"]
 
 
-@pytest.mark.parametrize("name", MOVED)
-@pytest.mark.parametrize("steps", [0, 3, 11])
+@in_turn(name=MOVED, steps=[0, 3, 11])
 def test_a_model_in_double_precision_goes_on_as_from_a_state(name: str, steps: int) -> None:
     """Of the run in single precision, loaded into an optimizer of a model in double precision."""
     model, opt = made(name)
@@ -330,8 +328,7 @@ def test_a_model_in_double_precision_goes_on_as_from_a_state(name: str, steps: i
     assert all(x.dtype == torch.float64 for x in kept if x.ndim)
 
 
-@pytest.mark.parametrize("name", [name for name in MOVED if "residuals" not in name])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@in_turn(name=[name for name in MOVED if "residuals" not in name], dtype=[torch.bfloat16, torch.float16])
 def test_low_precision_and_back(name: str, dtype: torch.dtype) -> None:
     model, opt = made(name)
     losses = train(name, model, opt, 3)
@@ -341,8 +338,7 @@ def test_low_precision_and_back(name: str, dtype: torch.dtype) -> None:
     assert losses[-1] < losses[0] and torch.isfinite(weights(model)).all()
 
 
-@pytest.mark.parametrize("name", MOVED)
-@pytest.mark.parametrize("steps", [0, 3])
+@in_turn(name=MOVED, steps=[0, 3])
 def test_another_device(name: str, steps: int, device: str) -> None:
     model, opt = made(name, network().cpu())
     losses = train(name, model, opt, steps)

@@ -21,7 +21,7 @@ from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, invert
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
-from support.combinations import in_pairs
+from support.combinations import in_pairs, in_turn
 from support.faults import FAULTS, TRUE, Fault, raising, silent
 from support.running_blocks import columns_of, rows_of
 from support.training import assert_same, closure_of, copied, curvature_of, task, train
@@ -94,8 +94,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], KFAC]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS[::2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_turn(fault=FAULTS[::2], name=OPTIMIZERS)
 def test_training_goes_on_with_what_there_was(name: str, fault: Fault, faulty, monkeypatch, caplog):
     model, loss, x, y = small()
     opt = OPTIMIZERS[name](model)
@@ -112,8 +111,7 @@ def test_training_goes_on_with_what_there_was(name: str, fault: Fault, faulty, m
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("fault", FAULTS[::2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_turn(fault=FAULTS[::2], name=OPTIMIZERS)
 def test_from_the_first_step_on_the_diagonal_stands_in(name: str, fault: Fault, faulty, monkeypatch):
     model, loss, x, y = small()
     opt = OPTIMIZERS[name](model)

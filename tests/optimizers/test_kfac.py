@@ -19,6 +19,7 @@ from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded, token_loss
 from support.cases.shared import Doubled
+from support.combinations import in_pairs, in_turn
 from support.training import (
     ORDERS,
     TASKS,
@@ -43,8 +44,7 @@ def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Modul
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
-@pytest.mark.parametrize("name", TASKS)
+@in_turn(optimizer=[KFAC, EKFAC], name=TASKS)
 def test_lowers_the_loss(name: str, optimizer: type[KFAC], device):
     model, loss, x, y = task(name, device)
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -56,10 +56,9 @@ def test_lowers_the_loss(name: str, optimizer: type[KFAC], device):
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("name", ["mlp", "autoencoder"])
-def test_ahead_of_sgd(name: str, steps: int = 200):
+def test_ahead_of_sgd(steps: int = 200):
     """After the number of steps that the README speaks of; in the first dozens the trust region holds KFAC back."""
-    model, loss, x, y = task(name, n=512)
+    model, loss, x, y = task("mlp", n=512)
     other = copy.deepcopy(model)
     kfac = train(model, KFAC(model), loss, x, y, steps)
     sgd = train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), loss, x, y, steps)
@@ -71,10 +70,9 @@ OF_NAMES = [(KFAC, "mlp"), (KFAC, "cnn"), (KFAC, "regression"), (EKFAC, "cnn")]
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("inject", EVERY, ids=repr)
-@pytest.mark.parametrize("optimizer, name", OF_NAMES)
-def test_injections(optimizer: type[KFAC], name: str, inject: curvature.Injection, sharing: str):
+@in_pairs(of=OF_NAMES, inject=EVERY, sharing=["expand", "reduce"])
+def test_injections(of: tuple[type[KFAC], str], inject: curvature.Injection, sharing: str):
+    optimizer, name = of
     model, loss, x, y = task(name)
     module = nn.MSELoss() if name == "regression" else nn.CrossEntropyLoss()
     opt = optimizer(model, loss=module, inject=inject, sharing=sharing)

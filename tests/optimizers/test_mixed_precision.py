@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.combinations import in_pairs
 from support.training import assert_same, copied, curvature_of, task, train
 
 Made = Callable[..., KFAC]
@@ -126,9 +127,7 @@ def test_closures_are_refused_with_a_scaler(device: str):
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("inject", INJECT)
-@pytest.mark.parametrize("name", KINDS)
+@in_pairs(low=[torch.bfloat16, torch.float16], inject=INJECT, name=KINDS)
 def test_autocast(name: str, inject: str, low: torch.dtype, device: str):
     """The first curvature is that of single precision, but for the rounding of the passes; training goes on."""
     (model, one), (other, same), batch = pair(name, inject, device)

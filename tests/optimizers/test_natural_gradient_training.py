@@ -18,6 +18,7 @@ from curvature import empirical, exact, isotropic, sampled
 from curvature.gradients.plans import PLANS
 from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
+from support.combinations import in_turn
 from support.habits import flat
 from support.oracles import brute_force as oracle
 from support.training import ORDERS, backward, closure_of, digits, epochs, mlp
@@ -235,8 +236,7 @@ def test_a_loaded_state_needs_a_forward_pass(solver: str):
 
 
 @pytest.mark.training_run
-@pytest.mark.parametrize("options", [{"line_search": True}, {"adaptive": True}, {}])
-@pytest.mark.parametrize("solver", ["woodbury", "cg"])
+@in_turn(options=[{"line_search": True}, {"adaptive": True}, {}], solver=["woodbury", "cg"])
 def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
     model, x, y = case("attention")
     opt = NaturalGradient(model, loss=ENTROPY, solver=solver, **options)

@@ -14,13 +14,10 @@ from curvature import exact
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.schedule import DRIFT, Schedule
 from support.cases.case import Raw, seeded
+from support.combinations import in_pairs, in_turn
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
-EVERY = pytest.mark.parametrize(
-    "make",
-    [KFAC, EKFAC, NaturalGradient, lambda model: NaturalGradient(model, layerwise=True)],
-    ids=["KFAC", "EKFAC", "NaturalGradient", "layerwise"],
-)
+EVERY = [KFAC, EKFAC, NaturalGradient, lambda model: NaturalGradient(model, layerwise=True)]
 
 with seeded(0):
     X, Y = torch.randn(32, 6), torch.randint(3, (32,))
@@ -102,9 +99,7 @@ def plain(seed: int, outputs: int) -> nn.Linear:
         return nn.Linear(8, outputs)
 
 
-@EVERY
-@pytest.mark.parametrize("outputs", [3, 5, 12])
-@pytest.mark.parametrize("steps", [3, 17, 60])
+@in_pairs(make=EVERY, outputs=[3, 5, 12], steps=[3, 17, 60])
 def test_a_replaced_head_is_trained_with_curvature_of_its_own(make: Any, steps: int, outputs: int) -> None:
     """It has the name of the old one, whose blocks and states have another shape: these were used, and raised."""
     with seeded(2):
@@ -121,8 +116,7 @@ def test_a_replaced_head_is_trained_with_curvature_of_its_own(make: Any, steps: 
     step(model, opt)
 
 
-@OPTIMIZERS
-@pytest.mark.parametrize("steps", [3, 17, 60])
+@in_turn(optimizer=[KFAC, EKFAC], steps=[3, 17, 60])
 def test_a_layer_may_grow_in_place(optimizer: type[KFAC], steps: int) -> None:
     """As in Net2Net: the same parameters have more entries."""
     with seeded(2):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 PACKAGES = "curvature", "optimizers"
-MODULES = "results_curvature", "results_operators", "results_training", "results_refused", "results_plots"
+MODULES = "results_curvature", "results_operators", "results_training", "results_plots"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative
 # What rounding is multiplied in: by how the key begins. Eigenvectors where eigenvalues are equal, iterations that end
 # early, systems without damping, losses that the next step depends on.

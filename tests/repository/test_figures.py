@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
 import re
 import sys
 
@@ -26,10 +24,6 @@ MLP | norms | 8.0 | 0.71 †
 Ratios of processor time | on two threads
 """
 NUMBERS = {"sixteen": 16, "race": 4, "twelve": 12, "five": 5}
-INFLUENCE = bench_all.Stored(
-    "python influence.py", "abc1234", "2026-01-01", "2 x CPU", "2", "3", 1.0,
-    [bench_all.Table(["model", "factors, s", "kronfluence"], [["MLP 784-512-256-10", "0.30", "14.60"]])],
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", figures.PAGES, ids=lambda path: path.name)
@@ -67,51 +61,6 @@ def test_a_page_says_which_results_are_missing(monkeypatch, tmp_path, name):
     assert figures.rendered(text) == text
     with pytest.raises(KeyError, match="typo"):
         figures.rendered("<!-- results: typo -->\n<!-- end of results -->")
-
-
-def test_the_first_lines_of_the_readme_leave_out_what_is_missing(monkeypatch):
-    stored = figures.stored_of
-
-    def without(missing):
-        def look(name):
-            if name in missing:
-                raise figures.NotStored(name)
-            return INFLUENCE if name == "influence" else stored(name)
-
-        return look
-
-    monkeypatch.setattr(figures, "stored_of", without({"influence", "forgetting"}))
-    few = figures.headline()
-    assert "Poisson" in few and "kronfluence" not in few
-    monkeypatch.setattr(figures, "stored_of", without(set()))
-    assert "in **0.30 s**; kronfluence takes 14.60 s" in figures.headline()
-    assert len(figures.headline().splitlines()) == len(few.splitlines()) + 2
-
-
-def test_the_race_is_shown_once_it_is_stored(monkeypatch, tmp_path):
-    """Two problems of made-up runs: KFAC comes to the first target sooner than AdamW, and never to the second."""
-    report = importlib.import_module("_contest_report")
-    point = lambda step, seconds, loss: report.Point(step, seconds, loss, 0.5, 0.9)
-
-    def record(name, seconds):
-        end = point(20, seconds, 0.1) if seconds else None
-        how = "reached" if end else "stopped"
-        return report.Record(name, {}, 0, how, 20, seconds or 9.0, [point(0, 0, 2.0)], reached=end)
-
-    def result(title, kfac):
-        records = [record("adamw", 4.0), record("kfac", kfac)]
-        return report.RaceResult(title, "2 x CPU", records, "nats", 0.1, "CPU seconds").plain()
-
-    runs = {"one": result("an MLP, digits", 2.0), "two": result("a CNN, digits", None)}
-    (tmp_path / "race.runs.json").write_text(json.dumps(runs))
-    (tmp_path / "race.json").write_text(json.dumps(dataclasses.asdict(INFLUENCE)))
-    for module in (bench_all, figures):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    regions = "".join(f"<!-- results: {what} -->\n<!-- end of results -->\n" for what in ("race", "race_tables"))
-    text = figures.rendered(regions)
-    assert "- **Ahead** on 1: an MLP (2).\n" in text and "- **Behind** on 1: a CNN (not reached).\n" in text
-    assert "### a CNN, digits" in text and "| contestant | setting | CPU s to target ↓ (min - max) |" in text
-    assert "race.png" in text and "commit `abc1234`" in text
 
 
 def test_each_benchmark_is_ahead_level_or_behind():

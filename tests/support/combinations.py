@@ -48,6 +48,16 @@ def in_pairs(**factors: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(list(factors), pairwise(*factors.values()))
 
 
+def in_turn(**factors: Iterable[Any]) -> pytest.MarkDecorator:
+    """`parametrize` over as many rows as the longest factor has values; shorter ones begin again.
+
+    For factors of which each matters, but not which of one meets which of another.
+    """
+    values = [list(factor) for factor in factors.values()]
+    rows = [tuple(v[k % len(v)] for v in values) for k in range(max(map(len, values)))]
+    return pytest.mark.parametrize(list(factors), rows)
+
+
 @contextlib.contextmanager
 def member(name: object) -> Iterator[None]:
     """One of many things that a test goes through: a failure inside says which."""

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from curvature import empirical, exact
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.combinations import in_pairs, in_turn
 from support.habits import flat
 from support.oracles.derivatives import rows
 
@@ -90,8 +91,7 @@ def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("use", USES)
+@in_turn(name=OPTIMIZERS, use=USES)
 def test_a_pass_within_a_transform_leaves_training_as_it_is(name: str, use: str) -> None:
     plain = trained(OPTIMIZERS[name], USES[use], "never")
     for when in ("before", "within"):
@@ -163,9 +163,7 @@ JACOBIANS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["KFAC, empirical", "NaturalGradient, empirical"])
-@pytest.mark.parametrize("when", ["before", "within"])
-@pytest.mark.parametrize("jacobian", JACOBIANS)
+@in_pairs(name=["KFAC, empirical", "NaturalGradient, empirical"], when=["before", "within"], jacobian=JACOBIANS)
 def test_many_vectors_sent_back_at_once_are_no_gradients_of_the_loss(name: str, when: str, jacobian: str) -> None:
     use = JACOBIANS[jacobian]
     plain = trained(OPTIMIZERS[name], use, "never")
@@ -181,8 +179,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), *ADAPTIVE])
+@in_turn(loss=LOSSES, make=[*OPTIMIZERS.values(), *ADAPTIVE])
 def test_losses_that_use_transforms_fall(loss: str, make: Callable[[nn.Module], Any]) -> None:
     model, (x, y) = network(), batch()
     opt = make(model)
@@ -225,8 +222,7 @@ def test_a_step_on_residuals_by_transforms_is_the_damped_minimum(name: str) -> N
     torch.testing.assert_close(found, -torch.linalg.solve(damped, jacobian.T @ values.detach()), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", RESIDUALS)
-@pytest.mark.parametrize("make", [KFAC, NaturalGradient])
+@in_turn(name=RESIDUALS, make=[KFAC, NaturalGradient])
 def test_losses_of_residuals_by_transforms_fall(name: str, make: Any) -> None:
     model, (x, _) = network(1), batch()
     opt = make(model)

@@ -19,6 +19,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.quadratic_model import MOST_TRIES
 from optimizers.steps.residuals import DIRECTIONS, REMEMBERED
 from support.cases.case import seeded
+from support.combinations import in_turn
 from support.habits import copied
 from support.habits import moved as moved_of
 from support.oracles import derivatives as oracle_derivatives
@@ -55,8 +56,7 @@ def test_steps_are_those_of_dense_algebra(seed: int):
         torch.testing.assert_close(arranged(model) - before, expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
 
 
-@pytest.mark.parametrize("way", [spread, nested])
-@pytest.mark.parametrize("adaptive", [False, True])
+@in_turn(way=[spread, nested], adaptive=[False, True])
 def test_the_loss_falls_at_every_step(way: Callable[..., tuple[Tensor, Tensor]], adaptive: bool):
     model, closure = problem(0, way)
     opt = KFAC(model, adaptive=adaptive)
