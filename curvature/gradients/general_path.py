@@ -26,7 +26,7 @@ from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
-from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
+from curvature.losses import LossVaries, NoWeightedSum, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, call_with, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -125,9 +125,6 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
     leaves = [widened(t) for t in _with_gradient(output)]
-    found, key = found_of(batch.loss), ("weighted sum", batch.count, batch.dims, tuple(t.shape for t in leaves))
-    if key in found:
-        return
 
     def at(point: Sequence[Tensor]) -> Any:
         parts = iter(point)
@@ -145,7 +142,6 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         raise
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
-    found.add(key)
 
 
 def _with_gradient(output: Any) -> list[Tensor]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.losses.own_state import PLAIN, found_of
 from curvature.losses.table import (
     TORCH_LOSSES,
     Loss,
@@ -36,6 +35,7 @@ NEAR_POINTS, FAR_POINTS = 3, 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
 MOST_CHECKED = 10_000
 FEW, FEWEST, FEW_ELEMENTS = 8, 3, 1 << 16  # samples of one batch that are asked again; entries of their outputs
+PLAIN = str, float, int, bool, type(None)
 Point = Sequence[Tensor]  # the outputs of a model
 Losses = Callable[[Point], Tensor]
 Row = tuple[Tensor, Tensor]  # the gradient of the batch's loss at one point, and those of the samples' own: (N, D)
@@ -58,8 +58,8 @@ class LossVaries(ValueError):
     def __init__(self, loss: Loss) -> None:
         super().__init__(
             f"{name_of(loss)}: two calls with the same arguments differ: it draws random numbers, or keeps something "
-            "in an object, so that its derivatives would be those of one call; what it keeps in attributes of an "
-            "nn.Module is left as it was"
+            "from call to call (a moving average, a count), so that its derivatives would be those of one call. Pass a "
+            "loss that reads what is kept and does not change it"
         )
 
 
@@ -124,6 +124,7 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
     if count == 1:
+        require_repeats(loss, output, target)
         return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(output.real)[None]
     return shares_of_parts(loss, [output], count, output_dim, whole, alone)
 
@@ -176,14 +177,15 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
     by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0].real) for t in parts], 1)
     rows: list[Row] = []
     points: list[Point] = []
-    first: tuple[Tensor, Point] | None = None
     empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
     for point in _points(outputs, count, dim):
         if len(rows) >= NEAR_POINTS and bool((_is_known(rows) | empty).all()):
             break
         try:
-            (value, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
-            first = first or (value, batch)
+            value, batch = _slope(whole, point)
+            if not points:  # before vmap, whose tensors a loss that keeps them could not use any more
+                _require_same(loss, (value, batch), whole, point)
+            values, slope = _slope(alone, point)
         except Exception as error:  # of a matrix that is no longer positive definite, say, or a negative variance
             if not rows or isinstance(error, NoWeightedSum):
                 raise
@@ -195,16 +197,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
             points.append(point)
     if not rows:
         return outputs[0].real.new_full((count,), 0.0 if empty.all() else math.nan)
-    found, key = found_of(loss), ("repeats", tuple(t.shape for t in outputs), outputs[0].dtype)
-    try:
-        result = _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
-    except NoWeightedSum:
-        _require_same(loss, first, whole, outputs)
-        raise
-    if key not in found:
-        _require_same(loss, first, whole, outputs)
-        found.add(key)
-    return result
+    return _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
 
 
 def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: Tensor) -> Tensor:
@@ -221,12 +214,10 @@ def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: 
     return _quotients(loss, others, empty) if others else result
 
 
-def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses, outputs: Point) -> None:
+def _require_same(loss: Loss, first: tuple[Tensor, Point], whole: Losses, point: Point) -> None:
     """Raise `LossVaries` where the loss of a batch is another than at the first call, beyond rounding."""
-    assert first is not None
-    outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
-    again, (value, slope) = _slope(whole, outputs)[0], first
-    size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
+    again, (value, slope) = _slope(whole, point)[0], first
+    size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, point, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
         raise LossVaries(loss)

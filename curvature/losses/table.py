@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from curvature.losses import likelihoods
 from curvature.losses.likelihoods import LabelDistribution, Likelihood
-from curvature.losses.own_state import from_its_state
 
 Loss = Callable[[Any, Any], Tensor]
 log = logging.getLogger("curvature")
@@ -55,7 +54,7 @@ def resolve(loss: Loss) -> Loss:
         return MODULES[loss]
     if type(loss) is nn.GaussianNLLLoss:
         return GaussianNLLLoss(loss)
-    return loss if type(loss) in TORCH_LOSSES else from_its_state(loss)
+    return loss
 
 
 class GaussianNLLLoss(nn.Module):
