@@ -27,6 +27,7 @@ from curvature.losses.likelihoods import LabelDistribution, Likelihood
 
 Loss = Callable[[Any, Any], Tensor]
 log = logging.getLogger("curvature")
+SETTINGS = str, float, int, bool, type(None)
 
 
 def name_of(loss: Loss) -> str:
@@ -52,9 +53,18 @@ def resolve(loss: Loss) -> Loss:
         raise TypeError(f"loss: expected a loss module or a callable(output, target), found {what}")
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
-    if type(loss) is nn.GaussianNLLLoss:
-        return GaussianNLLLoss(loss)
-    return loss
+    if type(loss) in TORCH_LOSSES and not _is_as_torch_made_it(loss):
+        own: Any = partial(nn.Module.__call__, loss)
+        own.reduction, own.__qualname__ = reduction_of(loss), name_of(loss)
+        return own
+    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
+
+
+def _is_as_torch_made_it(loss: Any) -> bool:
+    """Whether a loss of torch has no hooks, and nothing but settings among its attributes."""
+    settings = (value for name, value in vars(loss).items() if not name.startswith("_"))
+    has_hooks = loss._forward_hooks or loss._forward_pre_hooks
+    return not has_hooks and all(isinstance(value, SETTINGS) for value in settings)
 
 
 class GaussianNLLLoss(nn.Module):
@@ -295,6 +305,26 @@ def sample_masses(
     if row.classes is not None and output_dim == row.classes % output.ndim:
         return ones
     return ones * (math.prod(row.shape_of_terms(output)) // count)
+
+
+def term_masses(loss: Any, output: Tensor, target: Tensor, count: int) -> Tensor:
+    """The masses of the terms in the samples' own losses, in the shape of the terms, samples first.
+
+    Read from the loss at an output where each term is its mass times a known value, `TorchLoss.probe`.
+    """
+    row = TORCH_LOSSES[type(loss)]
+    assert row.probe is not None
+    at, value = row.probe(output)
+    dtype = output.dtype if loss.weight is None else loss.weight.dtype
+    flat = output.new_full((), at, dtype=dtype).expand(output.shape)
+    if target.is_floating_point():
+        target = target.to(dtype)
+    terms = row.terms(loss, flat, target)
+    sums = terms.reshape(count, -1).sum(1)
+    # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0, no curvature
+    share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
+    masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
+    return (masses / value if value else masses).to(output.dtype)
 
 
 def dim_of_terms(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> int | None:
