@@ -439,10 +439,10 @@ def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, 
         raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
     if loss is None and inject.needs_loss and inject != empirical():  # which takes what the loop itself sends back
         raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-    is_by_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
-    if inject == empirical() and is_by_class and loss.weight is not None:
+    by_class = nn.CrossEntropyLoss, nn.NLLLoss
+    if inject == empirical() and isinstance(loss, by_class) and loss.weight is not None and loss.reduction == "mean":
         raise ValueError(
-            f"loss: {type(loss).__name__} has weight=, and the mean over it divides by the weights of the batch, so that "
+            f"loss: {type(loss).__name__} has weight=, and its mean divides by the weights of the batch, so that "
             "empirical() would count them squared. exact() or sampled() count them once, isotropic() needs no loss"
         )
     if rule is not None and not isinstance(rule, StepRule):

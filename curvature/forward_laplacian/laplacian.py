@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature import recording
+from curvature.attempts import attempt
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.rules import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples, require_second_derivatives
@@ -164,10 +165,9 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
     """Raise ValueError where the first or the last sample run alone differs, and the model draws no random numbers."""
     for n in (0, len(x) - 1):
         with preserve_state(module) as state, torch.no_grad():
-            try:
-                alone = recording.logits(model(x[n : n + 1]))[0]
-            except Exception as error:
-                log.info("laplacian: not compared with sample %d alone: %s", n, error)
+            call = lambda n=n: recording.logits(model(x[n : n + 1]))[0]
+            alone = attempt(call, f"laplacian: not compared with sample {n} alone")
+            if alone is None:
                 return
             allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
             if not state.random.differs() and (alone - u[n]).norm() > allowed:

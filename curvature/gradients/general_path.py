@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from curvature.attempts import attempt
 from curvature.gradients.batch import Batch, OtherShapeAlone
 from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
@@ -131,17 +132,16 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         cloned = lambda t: torch.view_as_complex(next(parts).clone()) if t.is_complex() else next(parts).clone()
         return map_tensors(lambda t: cloned(t) if t.requires_grad else t, output)
 
-    try:
+    def measure() -> None:
         is_by_entry = batch.is_by_entry(output)
         numbers = [len(_with_gradient(entry)) for entry in output] if is_by_entry else []
         point, back = _rows_of_entries(leaves, numbers) if is_by_entry else (leaves, list)
         whole = lambda point: batch.loss(at(back(point)), batch.y)
         alone = lambda point: _losses_of_parts(batch, at(back(point)), is_by_entry)
         shares_of_parts(batch.loss, point, batch.count, 0 if is_by_entry else batch.dims[1], whole, alone)
-    except (LossVaries, NoWeightedSum):
-        raise
-    except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
-        log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
+
+    # nobody may know which part is a sample's, or the loss may not run on one
+    attempt(measure, "not tried whether samples meet in the loss", passing=(LossVaries, NoWeightedSum))
 
 
 def _with_gradient(output: Any) -> list[Tensor]:
@@ -184,11 +184,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
     """What the call returns; None where it raises, as it does on an operation of the model without a batched form."""
-    try:
-        return call()
-    except Exception as error:  # of the model itself, it recurs in a loop
-        log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
-        return None
+    return attempt(call, "vmap cannot follow the model; looping over the samples")
 
 
 def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
@@ -256,7 +252,7 @@ def by_loop(batch: Batch) -> dict[str, Tensor]:
                 rows.append(batch.sample(n).gradients())
         except OtherShapeAlone:
             raise
-        except Exception as error:
+        except Exception as error:  # the model's own, to which the names of the parameters are added
             raise RuntimeError(
                 f"{', '.join(sorted(batch.parameters))}: no per-sample rule, and sample {n} alone does not run: {error}"
             ) from error

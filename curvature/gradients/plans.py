@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
 
+from curvature.attempts import attempt
 from curvature.functional import is_of_the_user
 from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
@@ -203,11 +204,8 @@ def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
     """The plain gradients of sample n run alone; None where that fails, or would be of another function."""
 
     def reference(n: Tensor) -> dict[str, Tensor] | None:
-        try:
-            return None if one_pass else batch.sample(int(n)).gradients()
-        except Exception as error:
-            log.info("not compared with sample %d alone: %s", n, error)
-            return None
+        alone = lambda: batch.sample(int(n)).gradients()
+        return None if one_pass else attempt(alone, f"not compared with sample {int(n)} alone")
 
     return reference
 
@@ -291,13 +289,16 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     dim, key = batch.dims[0], (batch.key, "beside its copy")  # of samples that never meet, so for no other batch
     twice = lambda t: torch.cat([t, t], dim) if t.ndim > dim and t.shape[dim] == 1 else t
     two = replace(batch, x=map_tensors(twice, batch.x), count=2)
-    try:
-        with tape.start.again():
-            beside, output, _ = record(two, ModelState(two.model))
-            probed = two.probe(output)
-            learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
-    except Exception as error:  # whatever a model raises that does not run on two samples
-        log.info("not compared with the sample beside its copy: %s", str(error).split("\n")[0])
+
+    def learn_beside() -> Tape:
+        beside, output, _ = record(two, ModelState(two.model))
+        probed = two.probe(output)
+        learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
+        return beside
+
+    with tape.start.again():
+        beside = attempt(learn_beside, "not compared with the sample beside its copy")
+    if beside is None:
         return None
     found = _learnt(batch.model, key, beside)
     if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:

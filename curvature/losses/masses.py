@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.attempts import attempt
 from curvature.losses.table import (
     TORCH_LOSSES,
     Loss,
@@ -374,13 +375,12 @@ class SampleMasses:
                 both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
                 return
-            try:
-                same = _explain(self.loss, torch.stack(known), *both, *dims)
-            except Exception as error:  # whatever a loss raises that takes no other number of samples
-                raise self._only_one_batch(f"it does not run on some of their samples: {error}") from error
+            same = attempt(lambda: (_explain(self.loss, torch.stack(known), *both, *dims),), "several batches")
             if same is None:
+                raise self._only_one_batch("it does not run on some of their samples")
+            if same == (None,):
                 raise self._not_finite()
-            if not same:
+            if not all(same):
                 raise self._only_one_batch("how much a sample counts in it depends on the others")
         self.known = (self.known + own)[: 2 * few]
 
@@ -439,13 +439,14 @@ class SampleMasses:
 
     def _beside_itself(self, output: Tensor, target: Any, dims: tuple[int, int]) -> tuple[str, bool]:
         """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
-        try:
+
+        def measure() -> Tensor:
             both = torch.cat([output, output], dims[0])
-            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
-        except Exception as error:  # whatever a loss raises that takes no other number of samples
-            log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
-            return "", True
-        return _kind(measured), bool(measured.any())
+            return shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
+
+        otherwise = f"{name_of(self.loss)}: taken for a mean, since it does not run on a sample twice"
+        measured = attempt(measure, otherwise)
+        return ("", True) if measured is None else (_kind(measured), bool(measured.any()))
 
     def _beside_first(self, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
         if self.reference is None:

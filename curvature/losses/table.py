@@ -15,13 +15,14 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvature.attempts import attempt
 from curvature.losses import likelihoods
 from curvature.losses.likelihoods import LabelDistribution, Likelihood
 
@@ -368,20 +369,18 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
 
     cut = [t.unflatten(dim, (count, -1)) for t, dim in zip(tensors, dims, strict=True)]
     # clones, because a loss may work in place
-    try:
-        batched = [t.clone() for t in cut]
-        values: Tensor = torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")(*batched)
+    batched, run = [t.clone() for t in cut], torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")
+    # what vmap does not support; an error of the loss itself recurs below
+    values = attempt(lambda: run(*batched), f"{name_of(loss)}: one sample after the other, because vmap cannot")
+    if values is not None:
         return values
-    except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below
-        _log_loop(name_of(loss), str(error))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     try:
         return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        try:
-            require_scalar(loss, loss(output.detach().clone(), target), "the batch")
-        except Exception:
-            raise error from None  # it takes neither
+        takes_batch = lambda: require_scalar(loss, loss(output.detach().clone(), target), "the batch")
+        if attempt(takes_batch, f"{name_of(loss)}: it takes neither the batch nor a sample") is None:
+            raise error from None
         raise ValueError(
             f"{name_of(loss)}: it takes the batch, but not one of its samples as a batch of one: {error}. If it "
             "squeezes all axes of size one, squeeze(-1) leaves that of the samples alone"
@@ -393,11 +392,6 @@ def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name_of(loss)} must return a scalar tensor for {what}, got {found}")
     return value
-
-
-@cache
-def _log_loop(name: str, why: str) -> None:
-    log.info("%s: one sample after the other, because vmap cannot: %s", name, why)
 
 
 def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:

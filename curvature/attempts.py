@@ -1,0 +1,21 @@
+"""Calls of the user's code with what nobody asked it to take: one sample, copies, tensors of `torch.func`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["attempt"]
+Result = TypeVar("Result")
+
+
+def attempt(call: Callable[[], Result], otherwise: str, passing: tuple[type[Exception], ...] = ()) -> Result | None:
+    """What the call returns; None where it raises: the log says at level INFO what is done otherwise, and why."""
+    try:
+        return call()
+    except passing:
+        raise
+    except Exception as error:  # of any kind: models and losses raise whatever they like at what they do not take
+        logging.getLogger("curvature").info("%s: %s", otherwise, str(error).split("\n")[0])
+        return None
