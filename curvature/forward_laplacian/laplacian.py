@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from curvature.recording import preserve_state
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
-COMPARED: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # shapes at which models were checked
 
 
 def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None = None) -> Result:
@@ -58,8 +56,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     form, model = QuadraticForm(_check_weights(model, x, weights)), recording.unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
-    shape = x.shape, x.dtype, tuple(m.training for m in module.modules())
-    is_new = len(x) > 1 and shape not in COMPARED.setdefault(model, set())
+    facts = recording.facts_of(model, ("laplacian", x.shape, x.dtype, tuple(m.training for m in module.modules())))
+    is_new = len(x) > 1 and not facts.is_compared
     exactly = full_precision() if is_new else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), exactly:
         given = x.clone() if x.is_inference() else x
@@ -80,7 +78,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
             _compare(model, module, given, result[0])
-            COMPARED[model].add(shape)
+            facts.is_compared = True
     return result if record else (result[0].detach(), result[1].detach(), result[2].detach())
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from curvature.attempts import attempt
 from curvature.gradients.batch import Batch
 from curvature.linalg import full_precision, to_host
-from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
+from curvature.recording import ModelState, RandomState, Tape, facts_of, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
 Rows = Callable[[Any, Tensor, Batch], list[Tensor]]
@@ -51,7 +50,6 @@ class Verdicts:
     filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
 
 
-MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
 UNSTEADY = (
     "model: two passes over the same batch differ, from the same buffers and random numbers of torch: its forward pass "
     "depends on something else, such as a counter or random numbers of NumPy. Keep that in a buffer, with which every "
@@ -79,7 +77,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     samples now; and of every pass in which data may say which samples meet: by three passes and the single sample, at
     the parameters as they are.
     """
-    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    facts = facts_of(batch.model, batch.key)
+    known = facts.verdicts = facts.verdicts or Verdicts()
     if known.asked is not None and known.asked() is tape:
         return known.found
     flags = (t for m in batch.model.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.numel() == 1)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from curvature.gradients.derived_weights import Terms
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host, widen, widest
-from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, map_tensors, warn_once
+from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, facts_of, map_tensors, warn_once
 from curvature.terms import Term, contractions
 
 log = logging.getLogger("curvature")
@@ -51,7 +50,6 @@ class Plan:
 MOST_KINDS = 16  # of passes at one shape, whose plans are kept
 ENTRIES = 512  # of a backprop, that are looked at first for the axis of samples
 Signature = tuple[Any, ...]
-PLANS: WeakKeyDictionary[nn.Module, dict[tuple[Any, Signature], Plan]] = WeakKeyDictionary()
 
 # Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
 DATA_DEPENDENT = {
@@ -113,15 +111,16 @@ def kept_plan(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
 
 
 def _learnt(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
-    return PLANS.get(model, {}).get((key, signature_of(tape)))
+    plan: Plan | None = facts_of(model, key).plans.get(signature_of(tape))
+    return plan
 
 
 def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
     """Keep it, and the last ones of other signatures: several kinds of passes may alternate."""
-    plans, own = PLANS.setdefault(model, {}), (key, signature_of(tape))
-    plans.pop(own, None)
-    plans[own] = plan
-    for oldest in [own for own in plans if own[0] == key][:-MOST_KINDS]:
+    plans, signature = facts_of(model, key).plans, signature_of(tape)
+    plans.pop(signature, None)
+    plans[signature] = plan
+    for oldest in list(plans)[:-MOST_KINDS]:
         del plans[oldest]
 
 
@@ -131,8 +130,7 @@ def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     ValueError where a module makes samples depend on each other.
     """
-    kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
-    is_expected = any(graph is not None for graph, *_ in kept)
+    is_expected = any(graph is not None for graph, *_ in facts_of(batch.model, batch.key).plans)
     while True:  # again where no plan fits after all: what is learnt then is in full precision
         with nullcontext() if is_expected else full_precision():
             tape = Tape(batch.model, batch.parameters)
