@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
 from curvature.losses import LossVaries, NoWeightedSum, shares_of_parts
-from curvature.recording import ModelState, Tape, call_model, call_with, graph_bytes, map_tensors
+from curvature.recording import ModelState, Tape, call_model, call_with, facts_of, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -126,6 +127,9 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
     leaves = [widened(t) for t in _with_gradient(output)]
+    known = facts_of(batch.model, batch.key).losses
+    if known.get(id(batch.loss)) is batch.loss:
+        return
 
     def at(point: Sequence[Tensor]) -> Any:
         parts = iter(point)
@@ -142,6 +146,8 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
 
     # nobody may know which part is a sample's, or the loss may not run on one
     attempt(measure, "not tried whether samples meet in the loss", passing=(LossVaries, NoWeightedSum))
+    with suppress(TypeError):  # it has no weak references
+        known[id(batch.loss)] = batch.loss
 
 
 def _with_gradient(output: Any) -> list[Tensor]:
