@@ -28,7 +28,7 @@ from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
-from curvature.losses import LossVaries, NoWeightedSum, shares_of_parts
+from curvature.losses import LossVaries, NoWeightedSum, settings_of, shares_of_parts
 from curvature.recording import ModelState, Tape, call_model, call_with, facts_of, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -70,13 +70,26 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
     """Terms of every parameter for an output that is no tensor, whose samples only the loss can find."""
-    _require_apart_in_loss(batch, output)
+    check_once(batch, lambda: _require_apart_in_loss(batch, output))
     if plan is None:
         plan = Plan([], set(batch.parameters))
         keep_plan(batch.model, batch.key, tape, plan)
     losses = losses_of_parts(batch, output) if state.random.differs() else None
     with state.again():
         return general_path_terms(batch, plan, plan.general, losses)
+
+
+def check_once(batch: Batch, check: Callable[[], None]) -> None:
+    """Call it unless it has passed for this model, shape and loss, with the plain attributes that this has now."""
+    known, settings = facts_of(batch.model, batch.key).losses, settings_of(batch.loss)
+    is_known = False
+    with suppress(TypeError):  # a loss without hash or weak references
+        is_known = known.get(batch.loss) == settings
+    if is_known:
+        return
+    check()
+    with suppress(TypeError):
+        known[batch.loss] = settings
 
 
 def losses_of_parts(batch: Batch, output: Any) -> Tensor:
@@ -127,9 +140,6 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
     leaves = [widened(t) for t in _with_gradient(output)]
-    known = facts_of(batch.model, batch.key).losses
-    if known.get(id(batch.loss)) is batch.loss:
-        return
 
     def at(point: Sequence[Tensor]) -> Any:
         parts = iter(point)
@@ -146,8 +156,6 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
 
     # nobody may know which part is a sample's, or the loss may not run on one
     attempt(measure, "not tried whether samples meet in the loss", passing=(LossVaries, NoWeightedSum))
-    with suppress(TypeError):  # it has no weak references
-        known[id(batch.loss)] = batch.loss
 
 
 def _with_gradient(output: Any) -> list[Tensor]:

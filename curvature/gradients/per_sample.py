@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch, SampleDim, either_form
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.general_path import general_path_terms, terms_of_object_output
+from curvature.gradients.general_path import check_once, general_path_terms, terms_of_object_output
 from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
@@ -246,7 +246,7 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         of_torch, samples = type(batch.loss) in TORCH_LOSSES, (output, batch.y, batch.count, *batch.dims[1:])
         with nullcontext() if of_torch else RefuseDoubleBackward():
             if not of_torch:  # before vmap, whose tensors a loss that keeps them could not use any more
-                require_repeats(batch.loss, output, batch.y)
+                check_once(batch, functools.partial(require_repeats, batch.loss, output, batch.y))
             losses = batch.losses(output)
         shares = require_weighted_sum(batch.loss, *samples)
         if batch.are_clipped and not count_alike(batch.loss, shares, *samples):

@@ -37,6 +37,7 @@ from curvature.losses.table import (
     per_sample_losses,
     reduction_of,
     resolve,
+    settings_of,
 )
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
     "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
+    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "settings_of",
+    "shares_of_parts",
 ]  # fmt: skip

@@ -195,7 +195,9 @@ def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: 
 
 def _require_same(loss: Loss, first: tuple[Tensor, Point], whole: Losses, point: Point) -> None:
     """Raise `LossVaries` where the loss of a batch is another than at the first call, beyond rounding."""
-    again, (value, slope) = _slope(whole, point)[0], first
+    value, slope = first
+    with torch.enable_grad():  # which a loss that differentiates its argument needs
+        again = whole([part.detach().requires_grad_() for part in point]).detach()
     size = float(sum((g * _as_real(x)).abs().nan_to_num().sum() for g, x in zip(slope, point, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
     if value.isfinite() and not torch.allclose(again, value, rtol=close, atol=close * size):

@@ -63,9 +63,13 @@ def resolve(loss: Loss) -> Loss:
 
 def _is_as_torch_made_it(loss: Any) -> bool:
     """Whether a loss of torch has no hooks, and nothing but settings among its attributes."""
-    settings = (value for name, value in vars(loss).items() if not name.startswith("_"))
-    has_hooks = loss._forward_hooks or loss._forward_pre_hooks
-    return not has_hooks and all(isinstance(value, SETTINGS) for value in settings)
+    others = [name for name in vars(loss).keys() - dict(settings_of(loss)).keys() if not name.startswith("_")]
+    return not (others or loss._forward_hooks or loss._forward_pre_hooks)
+
+
+def settings_of(loss: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers, names and flags among its attributes."""
+    return tuple(item for item in getattr(loss, "__dict__", {}).items() if isinstance(item[1], SETTINGS))
 
 
 class GaussianNLLLoss(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 
 @dataclass
@@ -13,7 +13,7 @@ class Facts:
 
     plans: dict[Any, Any] = field(default_factory=dict)  # how parameters are explained, by what a pass calls
     verdicts: Any = None  # whether samples meet
-    losses: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)  # sums over samples, by id
+    losses: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # those checked, their settings
     is_compared: bool = False  # whether samples run alone have given the same values, before a Laplacian
 
 
