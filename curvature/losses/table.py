@@ -55,9 +55,9 @@ def resolve(loss: Loss) -> Loss:
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
     if type(loss) in TORCH_LOSSES and not _is_as_torch_made_it(loss):
-        own: Any = partial(nn.Module.__call__, loss)
-        own.reduction, own.__qualname__ = reduction_of(loss), name_of(loss)
-        return own
+        as_called: Any = partial(nn.Module.__call__, loss)
+        as_called.reduction, as_called.__qualname__ = reduction_of(loss), name_of(loss)
+        return as_called
     return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
 
 
