@@ -62,9 +62,8 @@ def resolve(loss: Loss) -> Loss:
 
 
 def _is_as_torch_made_it(loss: Any) -> bool:
-    """Whether a loss of torch has no hooks, and nothing but settings among its attributes."""
-    others = [name for name in vars(loss).keys() - dict(settings_of(loss)).keys() if not name.startswith("_")]
-    return not (others or loss._forward_hooks or loss._forward_pre_hooks)
+    """Whether a loss of torch has no hooks, and no function in place of its own among its attributes."""
+    return not (loss._forward_hooks or loss._forward_pre_hooks or any(map(callable, vars(loss).values())))
 
 
 def settings_of(loss: Any) -> tuple[tuple[str, Any], ...]:
