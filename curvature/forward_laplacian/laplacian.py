@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from curvature.functional import NORMS, ExactNorms, MixesSamples, require_second
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import preserve_state
 
-log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
 
 

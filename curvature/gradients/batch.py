@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +36,6 @@ from curvature.recording import (
     unwrap_compiled,
 )
 
-log = logging.getLogger("curvature")
 SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Function = TypeVar("Function", bound=Callable[..., Any])
 BEFORE_Y = 3  # arguments: model, loss, and x or data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,6 @@ from curvature.functional import own_functions
 from curvature.linalg import product_rounding, widen
 from curvature.recording import graph_dtypes, warn_once
 
-log = logging.getLogger("curvature")
 ROWS_ELEMENTS = 1 << 26  # entries of the gradients that are made at once, of rows
 BY_ROWS = (
     "J v takes a backward pass for each entry of the output, which is exact but slow, because torch cannot "

@@ -11,7 +11,6 @@ that fails a check takes the general path.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -33,7 +32,6 @@ from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to
 from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, facts_of, map_tensors, warn_once
 from curvature.terms import Term, contractions
 
-log = logging.getLogger("curvature")
 # the plain gradients of sample n, an index (1,), or None where there are none
 Reference = Callable[[Tensor], dict[str, Tensor] | None]
 

@@ -10,7 +10,6 @@ product is u -> H u. Arguments and results have shape (k, *output.shape).
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +34,6 @@ from curvature.losses.table import (
     term_masses,
 )
 
-log = logging.getLogger("curvature")
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time

@@ -9,7 +9,6 @@ ignored. Every other callable is run on each sample alone.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import types
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from curvature.losses import likelihoods
 from curvature.losses.likelihoods import LabelDistribution, Likelihood
 
 Loss = Callable[[Any, Any], Tensor]
-log = logging.getLogger("curvature")
 SETTINGS = str, float, int, bool, type(None)
 
 

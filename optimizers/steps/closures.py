@@ -5,7 +5,6 @@ A closure returns the loss, after a backward pass, or residuals. Everything else
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +25,6 @@ from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
 
-LOG = logging.getLogger(__name__)
 BACKWARD = {Tensor.backward, torch.autograd.backward}
 EXPECTED = "closure: expected it to return the loss, a tensor of one entry, or residuals (M,)"
 DIFFERENTIATES = (
