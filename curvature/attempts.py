@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 __all__ = ["attempt"]
@@ -11,11 +12,17 @@ Result = TypeVar("Result")
 
 
 def attempt(call: Callable[[], Result], otherwise: str, passing: tuple[type[Exception], ...] = ()) -> Result | None:
-    """What the call returns; None where it raises: the log says at level INFO what is done otherwise, and why."""
+    """What the call returns; None where it raises: the log says once, at level INFO, what is done instead, and why."""
     try:
         return call()
     except passing:
         raise
     except Exception as error:  # of any kind: models and losses raise whatever they like at what they do not take
-        logging.getLogger("curvature").info("%s: %s", otherwise, str(error).split("\n")[0])
+        why, *_ = str(error).split("\n")
+        log_once(f"{otherwise}: {why}")
         return None
+
+
+@cache
+def log_once(message: str) -> None:
+    logging.getLogger("curvature").info("%s", message)
