@@ -439,6 +439,12 @@ def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, 
         raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
     if loss is None and inject.needs_loss and inject != empirical():  # which takes what the loop itself sends back
         raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
+    by_class = nn.CrossEntropyLoss, nn.NLLLoss
+    if inject == empirical() and isinstance(loss, by_class) and loss.weight is not None and loss.reduction == "mean":
+        raise ValueError(
+            f"loss: {type(loss).__name__} has weight=, and its mean divides by the weights of the batch, so that "
+            "empirical() would count them squared. exact() or sampled() count them once, isotropic() needs no loss"
+        )
     if rule is not None and not isinstance(rule, StepRule):
         raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")
     if rule is not None and arguments["adaptive"]:

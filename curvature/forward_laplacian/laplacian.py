@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature import recording
+from curvature.attempts import attempt
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.rules import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples, require_second_derivatives
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import preserve_state
 
-log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
-COMPARED: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # shapes at which models were checked
 
 
 def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None = None) -> Result:
@@ -57,8 +54,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     form, model = QuadraticForm(_check_weights(model, x, weights)), recording.unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
-    shape = x.shape, x.dtype, tuple(m.training for m in module.modules())
-    is_new = len(x) > 1 and shape not in COMPARED.setdefault(model, set())
+    facts = recording.facts_of(model, ("laplacian", x.shape, x.dtype, tuple(m.training for m in module.modules())))
+    is_new = len(x) > 1 and not facts.is_compared
     exactly = full_precision() if is_new else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), exactly:
         given = x.clone() if x.is_inference() else x
@@ -79,7 +76,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
             _compare(model, module, given, result[0])
-            COMPARED[model].add(shape)
+            facts.is_compared = True
     return result if record else (result[0].detach(), result[1].detach(), result[2].detach())
 
 
@@ -164,10 +161,9 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
     """Raise ValueError where the first or the last sample run alone differs, and the model draws no random numbers."""
     for n in (0, len(x) - 1):
         with preserve_state(module) as state, torch.no_grad():
-            try:
-                alone = recording.logits(model(x[n : n + 1]))[0]
-            except Exception as error:
-                log.info("laplacian: not compared with sample %d alone: %s", n, error)
+            call = lambda n=n: recording.logits(model(x[n : n + 1]))[0]
+            alone = attempt(call, f"laplacian: not compared with sample {n} alone")
+            if alone is None:
                 return
             allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
             if not state.random.differs() and (alone - u[n]).norm() > allowed:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from curvature.arguments import check_whole
+from curvature.attempts import attempt
 from curvature.gradients.data import kind_of
 from curvature.losses import Injection, Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import (
@@ -36,7 +36,6 @@ from curvature.recording import (
     unwrap_compiled,
 )
 
-log = logging.getLogger("curvature")
 SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Function = TypeVar("Function", bound=Callable[..., Any])
 BEFORE_Y = 3  # arguments: model, loss, and x or data
@@ -217,12 +216,9 @@ class Batch:
         """Whether the output is a list with an entry for each sample; one of tensors with their axis may be as long."""
         if not isinstance(output, list | tuple) or len(output) != self.count:
             return False
-        try:
-            with preserve_state(self.model), torch.no_grad():
-                alone = self.sample(self.count - 1).output()
-        except Exception as error:
-            log.info("not tried whether a sample alone has a list of one entry: %s", str(error).split("\n")[0])
-            return False
+        with preserve_state(self.model), torch.no_grad():
+            call = self.sample(self.count - 1).output
+            alone = attempt(call, "not tried whether a sample alone has a list of one entry")
         return isinstance(alone, list | tuple) and len(alone) == 1
 
     def for_loss(self, output: Any) -> Any:

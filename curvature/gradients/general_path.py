@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,14 +21,15 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from curvature.attempts import attempt
 from curvature.gradients.batch import Batch, OtherShapeAlone
 from curvature.gradients.data import kind_of
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
-from curvature.losses import LossVaries, NoWeightedSum, found_of, shares_of_parts
-from curvature.recording import ModelState, Tape, call_model, call_with, graph_bytes, map_tensors
+from curvature.losses import LossVaries, NoWeightedSum, settings_of, shares_of_parts
+from curvature.recording import ModelState, Tape, call_model, call_with, facts_of, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -68,13 +70,26 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
     """Terms of every parameter for an output that is no tensor, whose samples only the loss can find."""
-    _require_apart_in_loss(batch, output)
+    check_once(batch, lambda: _require_apart_in_loss(batch, output))
     if plan is None:
         plan = Plan([], set(batch.parameters))
         keep_plan(batch.model, batch.key, tape, plan)
     losses = losses_of_parts(batch, output) if state.random.differs() else None
     with state.again():
         return general_path_terms(batch, plan, plan.general, losses)
+
+
+def check_once(batch: Batch, check: Callable[[], None]) -> None:
+    """Call it unless it has passed for this model, shape and loss, with the plain attributes that this has now."""
+    known, settings = facts_of(batch.model, batch.key).losses, settings_of(batch.loss)
+    is_known = False
+    with suppress(TypeError):  # a loss without hash or weak references
+        is_known = known.get(batch.loss) == settings
+    if is_known:
+        return
+    check()
+    with suppress(TypeError):
+        known[batch.loss] = settings
 
 
 def losses_of_parts(batch: Batch, output: Any) -> Tensor:
@@ -125,27 +140,22 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
     as_real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     widened = lambda t: as_real(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
     leaves = [widened(t) for t in _with_gradient(output)]
-    found, key = found_of(batch.loss), ("weighted sum", batch.count, batch.dims, tuple(t.shape for t in leaves))
-    if key in found:
-        return
 
     def at(point: Sequence[Tensor]) -> Any:
         parts = iter(point)
         cloned = lambda t: torch.view_as_complex(next(parts).clone()) if t.is_complex() else next(parts).clone()
         return map_tensors(lambda t: cloned(t) if t.requires_grad else t, output)
 
-    try:
+    def measure() -> None:
         is_by_entry = batch.is_by_entry(output)
         numbers = [len(_with_gradient(entry)) for entry in output] if is_by_entry else []
         point, back = _rows_of_entries(leaves, numbers) if is_by_entry else (leaves, list)
         whole = lambda point: batch.loss(at(back(point)), batch.y)
         alone = lambda point: _losses_of_parts(batch, at(back(point)), is_by_entry)
         shares_of_parts(batch.loss, point, batch.count, 0 if is_by_entry else batch.dims[1], whole, alone)
-    except (LossVaries, NoWeightedSum):
-        raise
-    except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
-        log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
-    found.add(key)
+
+    # nobody may know which part is a sample's, or the loss may not run on one
+    attempt(measure, "not tried whether samples meet in the loss", passing=(LossVaries, NoWeightedSum))
 
 
 def _with_gradient(output: Any) -> list[Tensor]:
@@ -188,11 +198,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
     """What the call returns; None where it raises, as it does on an operation of the model without a batched form."""
-    try:
-        return call()
-    except Exception as error:  # of the model itself, it recurs in a loop
-        log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
-        return None
+    return attempt(call, "vmap cannot follow the model; looping over the samples")
 
 
 def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
@@ -260,7 +266,7 @@ def by_loop(batch: Batch) -> dict[str, Tensor]:
                 rows.append(batch.sample(n).gradients())
         except OtherShapeAlone:
             raise
-        except Exception as error:
+        except Exception as error:  # the model's own, to which the names of the parameters are added
             raise RuntimeError(
                 f"{', '.join(sorted(batch.parameters))}: no per-sample rule, and sample {n} alone does not run: {error}"
             ) from error

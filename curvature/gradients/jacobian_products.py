@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from curvature.attempts import attempt
 from curvature.functional import own_functions
 from curvature.linalg import product_rounding, widen
 from curvature.recording import graph_dtypes, warn_once
 
-log = logging.getLogger("curvature")
 ROWS_ELEMENTS = 1 << 26  # entries of the gradients that are made at once, of rows
 BY_ROWS = (
     "J v takes a backward pass for each entry of the output, which is exact but slow, because torch cannot "
@@ -150,11 +149,10 @@ def batched_vjp(
     derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
     if not inputs:
         return []
-    if len(vectors[0]) > 1:
-        try:
-            return [None if g is None else _dense(g) for g in derive(vectors, is_grads_batched=True)]
-        except Exception as error:  # an operation without a batched backward pass; what else it is recurs below
-            log.info("vectors go back one by one: %s", str(error).split("\n")[0])
+    if len(vectors[0]) > 1:  # some operations have no batched backward pass; any other error recurs below
+        together = attempt(lambda: derive(vectors, is_grads_batched=True), "vectors go back one by one")
+        if together is not None:
+            return [None if g is None else _dense(g) for g in together]
     rows = [derive([v[k].clone() for v in vectors]) for k in range(len(vectors[0]))]
     if len(rows) == 1:
         return [None if g is None else _dense(g)[None] for g in rows[0]]

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from curvature.attempts import attempt
 from curvature.gradients.batch import Batch
 from curvature.linalg import full_precision, to_host
-from curvature.recording import ModelState, RandomState, Tape, map_tensors, moved, tensors_in
+from curvature.recording import ModelState, RandomState, Tape, facts_of, map_tensors, moved, tensors_in
 
 log = logging.getLogger("curvature")
 Rows = Callable[[Any, Tensor, Batch], list[Tensor]]
@@ -50,7 +50,6 @@ class Verdicts:
     filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
 
 
-MEETING: WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = WeakKeyDictionary()
 UNSTEADY = (
     "model: two passes over the same batch differ, from the same buffers and random numbers of torch: its forward pass "
     "depends on something else, such as a counter or random numbers of NumPy. Keep that in a buffer, with which every "
@@ -78,7 +77,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     samples now; and of every pass in which data may say which samples meet: by three passes and the single sample, at
     the parameters as they are.
     """
-    known = MEETING.setdefault(batch.model, {}).setdefault(batch.key, Verdicts())
+    facts = facts_of(batch.model, batch.key)
+    known = facts.verdicts = facts.verdicts or Verdicts()
     if known.asked is not None and known.asked() is tape:
         return known.found
     flags = (t for m in batch.model.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.numel() == 1)
@@ -126,11 +126,11 @@ def _found(batch: Batch, start: ModelState, is_new: bool) -> str:
         scattered = _parts(batch.count, is_scattered=True)
         attempts = [(scattered, 0.0), attempts[0], (scattered, SPREAD), attempts[1]]
     for parts, spread in attempts:
-        try:
-            with moved(moves):
-                return _compared(batch, start, parts if is_new else parts[:-1], spread)
-        except Exception as error:  # whatever a model raises that does not run on such a batch
-            log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
+        with moved(moves):
+            compare = partial(_compared, batch, start, parts if is_new else parts[:-1], spread)
+            where = attempt(compare, "not tried whether samples depend on one another")
+        if where is not None:
+            return where
     return ""
 
 
@@ -139,18 +139,19 @@ def _is_gated(batch: Batch, start: ModelState) -> bool:
     """Whether samples meet that are near the last one: in its group, within a radius, through a gate that was zero."""
     if batch.count == 1 or batch.is_uneven:
         return False
-    last, rows = torch.tensor([batch.count - 1], device="cpu"), []
-    try:
+    last = torch.tensor([batch.count - 1], device="cpu")
+
+    def rows(one: Batch) -> list[Tensor]:
+        with start.again():
+            output = one.output()
+        return (_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch)
+
+    def is_moved() -> bool:
         together = replace(batch, x=_drawn_together(batch))
-        with moved(_noise(batch.model)), torch.no_grad():
-            for one in (together, _without_others(together, last)[0]):
-                with start.again():
-                    output = one.output()
-                rows.append((_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch))
-    except Exception as error:  # whatever a model raises at such data
-        log.info("not tried whether samples near each other meet: %s", str(error).split("\n")[0])
-        return False
-    return _differ(*rows)
+        return _differ(rows(together), rows(_without_others(together, last)[0]))
+
+    with moved(_noise(batch.model)), torch.no_grad():
+        return bool(attempt(is_moved, "not tried whether samples near each other meet"))
 
 
 def _drawn_together(batch: Batch) -> Any:
@@ -185,13 +186,11 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor], spread: floa
     # an accelerator may go as far on in its random numbers for fewer samples, and yet draw others for them
     draws_away = any(not torch.equal(a, b) for a, b in zip(start.random.states[1:], end.states[1:], strict=True))
     for kept, other, places in cases:
-        try:
-            found, other_end = run(other)
-        except Exception as error:
-            if other.count > 1:
-                raise
-            log.info("not tried whether a sample alone has the same output: %s", str(error).split("\n")[0])
+        call = partial(run, other)
+        result = call() if other.count > 1 else attempt(call, "not tried whether a sample alone has the same output")
+        if result is None:
             continue
+        found, other_end = result
         unit = whole if other.count == 1 else None
         if not _differ(rows(output, kept, batch), rows(found, places, other), unit):
             continue

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch, SampleDim, either_form
 from curvature.gradients.derived_weights import Terms
-from curvature.gradients.general_path import general_path_terms, terms_of_object_output
+from curvature.gradients.general_path import check_once, general_path_terms, terms_of_object_output
 from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
-from curvature.losses import TORCH_LOSSES, Loss, count_alike, name_of, require_weighted_sum
+from curvature.losses import TORCH_LOSSES, Loss, count_alike, name_of, require_repeats, require_weighted_sum
 from curvature.recording import graph_leaves, preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
@@ -245,6 +245,8 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         # 2. losses: each sample's own; one that reads parameters itself, as a penalty does, has plans of its own
         of_torch, samples = type(batch.loss) in TORCH_LOSSES, (output, batch.y, batch.count, *batch.dims[1:])
         with nullcontext() if of_torch else RefuseDoubleBackward():
+            if not of_torch:  # before vmap, whose tensors a loss that keeps them could not use any more
+                check_once(batch, functools.partial(require_repeats, batch.loss, output, batch.y))
             losses = batch.losses(output)
         shares = require_weighted_sum(batch.loss, *samples)
         if batch.are_clipped and not count_alike(batch.loss, shares, *samples):

@@ -11,29 +11,27 @@ that fails a check takes the general path.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import Node as GraphNode
 
+from curvature.attempts import attempt
 from curvature.functional import is_of_the_user
 from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host, widen, widest
-from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, map_tensors, warn_once
+from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, facts_of, map_tensors, warn_once
 from curvature.terms import Term, contractions
 
-log = logging.getLogger("curvature")
 # the plain gradients of sample n, an index (1,), or None where there are none
 Reference = Callable[[Tensor], dict[str, Tensor] | None]
 
@@ -50,7 +48,6 @@ class Plan:
 MOST_KINDS = 16  # of passes at one shape, whose plans are kept
 ENTRIES = 512  # of a backprop, that are looked at first for the axis of samples
 Signature = tuple[Any, ...]
-PLANS: WeakKeyDictionary[nn.Module, dict[tuple[Any, Signature], Plan]] = WeakKeyDictionary()
 
 # Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
 DATA_DEPENDENT = {
@@ -112,15 +109,16 @@ def kept_plan(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
 
 
 def _learnt(model: nn.Module, key: Any, tape: Tape) -> Plan | None:
-    return PLANS.get(model, {}).get((key, signature_of(tape)))
+    plan: Plan | None = facts_of(model, key).plans.get(signature_of(tape))
+    return plan
 
 
 def keep_plan(model: nn.Module, key: Any, tape: Tape, plan: Plan) -> None:
     """Keep it, and the last ones of other signatures: several kinds of passes may alternate."""
-    plans, own = PLANS.setdefault(model, {}), (key, signature_of(tape))
-    plans.pop(own, None)
-    plans[own] = plan
-    for oldest in [own for own in plans if own[0] == key][:-MOST_KINDS]:
+    plans, signature = facts_of(model, key).plans, signature_of(tape)
+    plans.pop(signature, None)
+    plans[signature] = plan
+    for oldest in list(plans)[:-MOST_KINDS]:
         del plans[oldest]
 
 
@@ -130,8 +128,7 @@ def record(batch: Batch, start: ModelState) -> tuple[Tape, Any, Plan | None]:
     What is learnt compares passes that round differently in TF32. With a known plan, the settings in force hold.
     ValueError where a module makes samples depend on each other.
     """
-    kept = (signature for key, signature in PLANS.get(batch.model, ()) if key == batch.key)
-    is_expected = any(graph is not None for graph, *_ in kept)
+    is_expected = any(graph is not None for graph, *_ in facts_of(batch.model, batch.key).plans)
     while True:  # again where no plan fits after all: what is learnt then is in full precision
         with nullcontext() if is_expected else full_precision():
             tape = Tape(batch.model, batch.parameters)
@@ -203,11 +200,8 @@ def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
     """The plain gradients of sample n run alone; None where that fails, or would be of another function."""
 
     def reference(n: Tensor) -> dict[str, Tensor] | None:
-        try:
-            return None if one_pass else batch.sample(int(n)).gradients()
-        except Exception as error:
-            log.info("not compared with sample %d alone: %s", n, error)
-            return None
+        alone = lambda: batch.sample(int(n)).gradients()
+        return None if one_pass else attempt(alone, f"not compared with sample {int(n)} alone")
 
     return reference
 
@@ -291,13 +285,16 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
     dim, key = batch.dims[0], (batch.key, "beside its copy")  # of samples that never meet, so for no other batch
     twice = lambda t: torch.cat([t, t], dim) if t.ndim > dim and t.shape[dim] == 1 else t
     two = replace(batch, x=map_tensors(twice, batch.x), count=2)
-    try:
-        with tape.start.again():
-            beside, output, _ = record(two, ModelState(two.model))
-            probed = two.probe(output)
-            learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
-    except Exception as error:  # whatever a model raises that does not run on two samples
-        log.info("not compared with the sample beside its copy: %s", str(error).split("\n")[0])
+
+    def learn_beside() -> Tape:
+        beside, output, _ = record(two, ModelState(two.model))
+        probed = two.probe(output)
+        learn(batch.model, key, beside, probed.losses(output), single_sample_reference(probed, False))
+        return beside
+
+    with tape.start.again():
+        beside = attempt(learn_beside, "not compared with the sample beside its copy")
+    if beside is None:
         return None
     found = _learnt(batch.model, key, beside)
     if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:

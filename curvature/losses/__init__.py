@@ -27,7 +27,6 @@ from curvature.losses.masses import (
     require_weighted_sum,
     shares_of_parts,
 )
-from curvature.losses.own_state import found_of
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
     TORCH_LOSSES,
@@ -38,12 +37,14 @@ from curvature.losses.table import (
     per_sample_losses,
     reduction_of,
     resolve,
+    settings_of,
 )
 
 __all__ = [
     "ClassLabel",
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
-    "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact", "found_of",
+    "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact",
     "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "shares_of_parts",
+    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "settings_of",
+    "shares_of_parts",
 ]  # fmt: skip

@@ -326,7 +326,7 @@ class Empirical(Injection):
             with torch.enable_grad():
                 losses = per_sample_losses(loss, point, batch.target, batch.count)
                 (gradient,) = torch.autograd.grad(losses.sum(), point, materialize_grads=True)
-        except Exception as error:  # whatever a loss raises that takes a target
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:  # of None for a target
             if batch.target is not None:
                 raise
             why = "empirical() is the gradient of the loss at the target, which is missing: pass target="

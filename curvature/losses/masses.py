@@ -1,9 +1,8 @@
-"""How the loss of a batch is made of the losses of its samples: found by experiment, not assumed.
+"""How the loss of a batch is made of the losses of its samples, for other losses than torch's: measured, not assumed.
 
 ``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then ``dL/doutput[n] = m_n
 dl_n/doutput[n]`` at every output. That gives the *share* m_n of each sample, and what is left over tells a loss in
-which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
-(`table.sample_masses`), on which the same experiment runs once for each kind of batch.
+which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms (`table.sample_masses`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.losses.own_state import PLAIN, found_of
+from curvature.attempts import attempt
 from curvature.losses.table import (
     TORCH_LOSSES,
     Loss,
@@ -33,8 +32,6 @@ from curvature.losses.table import (
 
 log = logging.getLogger("curvature")
 NEAR_POINTS, FAR_POINTS = 3, 8
-CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
-MOST_CHECKED = 10_000
 FEW, FEWEST, FEW_ELEMENTS = 8, 3, 1 << 16  # samples of one batch that are asked again; entries of their outputs
 Point = Sequence[Tensor]  # the outputs of a model
 Losses = Callable[[Point], Tensor]
@@ -58,8 +55,8 @@ class LossVaries(ValueError):
     def __init__(self, loss: Loss) -> None:
         super().__init__(
             f"{name_of(loss)}: two calls with the same arguments differ: it draws random numbers, or keeps something "
-            "in an object, so that its derivatives would be those of one call; what it keeps in attributes of an "
-            "nn.Module is left as it was"
+            "from call to call (a moving average, a count), so that its derivatives would be those of one call. Pass a "
+            "loss that reads what is kept and does not change it"
         )
 
 
@@ -77,28 +74,10 @@ def require_weighted_sum(
     where = output, target, count, output_dim, target_dim
     if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
         return shares(loss, *where)
-    settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
-    weights = tuple((name, None if x is None else x.shape) for name, x in loss._buffers.items())
-    batch = output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
-    # losses of one kind do the same but for their weights, unless an object has more than settings
-    kind = type(loss), tuple(sorted(settings.items())), weights, batch
-    has_hooks = loss._forward_hooks or loss._forward_pre_hooks
-    # a term of mass zero that is not zero, by its smoothing, fits no sample
-    may_be_left = bool(settings.get("label_smoothing")) and loss.weight is not None and bool((loss.weight == 0).any())
-    is_told = not has_hooks and not may_be_left and all(isinstance(value, PLAIN) for value in settings.values())
-    if count == 1 or (is_told and kind in CHECKED):
-        return None
-    measured, masses = shares(loss, *where), sample_masses(loss, *where)
-    if measured.isnan().any():  # a target that is, say: nothing was told
-        return None
-    expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
-    if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
-        some = [", ".join(f"{float(v):.3g}" for v in values[:4]) for values in (measured, expected)]
-        raise NoWeightedSum(loss, f"shares {some[0]} where its terms say {some[1]}")
-    if is_told:
-        if len(CHECKED) >= MOST_CHECKED:  # batches of ever other lengths
-            CHECKED.clear()
-        CHECKED.add(kind)
+    # no sample has what is left of a term of mass zero by its smoothing
+    may_be_left = getattr(loss, "label_smoothing", 0) and loss.weight is not None and bool((loss.weight == 0).any())
+    if may_be_left and bool(per_sample_losses(loss, *where).isinf().any()):
+        raise NoWeightedSum(loss, "its smoothing counts for a sample whose class has weight zero")
     return None
 
 
@@ -124,6 +103,7 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     output = output.detach().to(dtype)
     whole, alone = _of_batch_and_samples(loss, target, count, output_dim, target_dim)
     if count == 1:
+        require_repeats(loss, output, target)
         return whole([output]).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(output.real)[None]
     return shares_of_parts(loss, [output], count, output_dim, whole, alone)
 
@@ -176,14 +156,15 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
     by_sample = lambda parts: torch.cat([t.movedim(dim, 0).reshape(count, -1).to(outputs[0].real) for t in parts], 1)
     rows: list[Row] = []
     points: list[Point] = []
-    first: tuple[Tensor, Point] | None = None
     empty = torch.zeros(count, dtype=torch.bool, device=outputs[0].device)  # 0/0: no term of the sample counts
     for point in _points(outputs, count, dim):
         if len(rows) >= NEAR_POINTS and bool((_is_known(rows) | empty).all()):
             break
         try:
-            (value, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
-            first = first or (value, batch)
+            value, batch = _slope(whole, point)
+            if not points:  # before vmap, whose tensors a loss that keeps them could not use any more
+                _require_same(loss, (value, batch), whole, point)
+            values, slope = _slope(alone, point)
         except Exception as error:  # of a matrix that is no longer positive definite, say, or a negative variance
             if not rows or isinstance(error, NoWeightedSum):
                 raise
@@ -195,16 +176,7 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
             points.append(point)
     if not rows:
         return outputs[0].real.new_full((count,), 0.0 if empty.all() else math.nan)
-    found, key = found_of(loss), ("repeats", tuple(t.shape for t in outputs), outputs[0].dtype)
-    try:
-        result = _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
-    except NoWeightedSum:
-        _require_same(loss, first, whole, outputs)
-        raise
-    if key not in found:
-        _require_same(loss, first, whole, outputs)
-        found.add(key)
-    return result
+    return _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
 
 
 def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: Tensor) -> Tensor:
@@ -221,14 +193,14 @@ def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: 
     return _quotients(loss, others, empty) if others else result
 
 
-def _require_same(loss: Loss, first: tuple[Tensor, Point] | None, whole: Losses, outputs: Point) -> None:
+def _require_same(loss: Loss, first: tuple[Tensor, Point], whole: Losses, point: Point) -> None:
     """Raise `LossVaries` where the loss of a batch is another than at the first call, beyond rounding."""
-    assert first is not None
-    outputs = [output.nan_to_num(0.0, 0.0, 0.0) for output in outputs]
-    again, (value, slope) = _slope(whole, outputs)[0], first
-    size = float(sum((g * _as_real(x)).abs().sum() for g, x in zip(slope, outputs, strict=True)))
+    value, slope = first
+    with torch.enable_grad():  # which a loss that differentiates its argument needs
+        again = whole([part.detach().requires_grad_() for part in point]).detach()
+    size = float(sum((g * _as_real(x)).abs().nan_to_num().sum() for g, x in zip(slope, point, strict=True)))
     close = 100 * torch.finfo(value.dtype).eps
-    if not torch.allclose(again, value, rtol=close, atol=close * size, equal_nan=True):
+    if value.isfinite() and not torch.allclose(again, value, rtol=close, atol=close * size):
         raise LossVaries(loss)
 
 
@@ -405,13 +377,12 @@ class SampleMasses:
                 both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
                 return
-            try:
-                same = _explain(self.loss, torch.stack(known), *both, *dims)
-            except Exception as error:  # whatever a loss raises that takes no other number of samples
-                raise self._only_one_batch(f"it does not run on some of their samples: {error}") from error
+            same = attempt(lambda: (_explain(self.loss, torch.stack(known), *both, *dims),), "several batches")
             if same is None:
+                raise self._only_one_batch("it does not run on some of their samples")
+            if same == (None,):
                 raise self._not_finite()
-            if not same:
+            if not all(same):
                 raise self._only_one_batch("how much a sample counts in it depends on the others")
         self.known = (self.known + own)[: 2 * few]
 
@@ -470,13 +441,14 @@ class SampleMasses:
 
     def _beside_itself(self, output: Tensor, target: Any, dims: tuple[int, int]) -> tuple[str, bool]:
         """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
-        try:
+
+        def measure() -> Tensor:
             both = torch.cat([output, output], dims[0])
-            measured = shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
-        except Exception as error:  # whatever a loss raises that takes no other number of samples
-            log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
-            return "", True
-        return _kind(measured), bool(measured.any())
+            return shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
+
+        otherwise = f"{name_of(self.loss)}: taken for a mean, since it does not run on a sample twice"
+        measured = attempt(measure, otherwise)
+        return ("", True) if measured is None else (_kind(measured), bool(measured.any()))
 
     def _beside_first(self, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
         if self.reference is None:

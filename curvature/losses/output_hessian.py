@@ -10,7 +10,6 @@ product is u -> H u. Arguments and results have shape (k, *output.shape).
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,10 +31,9 @@ from curvature.losses.table import (
     per_sample_losses,
     reduction_of,
     resolve,
-    sample_masses,
+    term_masses,
 )
 
-log = logging.getLogger("curvature")
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time
@@ -202,7 +200,7 @@ class OutputBatch:
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
-            found = self._probed_masses(loss, row, target).reshape(masses.shape)
+            found = term_masses(loss, output, target, self.count).reshape(masses.shape)
             if not signed and self._may_be_negative(loss):
                 self._require_semidefinite(found)
             return found
@@ -241,21 +239,6 @@ class OutputBatch:
             return root(self.unit_vectors(position // kept * each + position % kept))
 
         return self.size // each * kept, columns
-
-    def _probed_masses(self, loss: Any, row: TorchLoss, target: Tensor) -> Tensor:
-        """Read the masses from the loss, at an output where each term is its mass times a known value."""
-        assert row.probe is not None
-        at, value = row.probe(self.output)
-        dtype, count = self.output.dtype if loss.weight is None else loss.weight.dtype, self.count
-        flat = self.output.new_full((), at, dtype=dtype).expand(self.output.shape)
-        if target.is_floating_point():
-            target = target.to(dtype)
-        terms = row.terms(loss, flat, target)
-        sums = terms.reshape(count, -1).sum(1)
-        # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0, no curvature
-        share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
-        masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
-        return (masses / value if value else masses).to(self.output.dtype)
 
     def _root_by_eigh(self, product: LinearMap) -> LinearMap:
         """A root of H by eigendecomposition, D x D for every sample."""

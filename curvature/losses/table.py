@@ -9,25 +9,24 @@ ignored. Every other callable is run on each sample alone.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvature.attempts import attempt
 from curvature.losses import likelihoods
 from curvature.losses.likelihoods import LabelDistribution, Likelihood
-from curvature.losses.own_state import from_its_state
 
 Loss = Callable[[Any, Any], Tensor]
-log = logging.getLogger("curvature")
+SETTINGS = str, float, int, bool, type(None)
 
 
 def name_of(loss: Loss) -> str:
@@ -53,9 +52,21 @@ def resolve(loss: Loss) -> Loss:
         raise TypeError(f"loss: expected a loss module or a callable(output, target), found {what}")
     if isinstance(loss, types.FunctionType) and loss in MODULES:
         return MODULES[loss]
-    if type(loss) is nn.GaussianNLLLoss:
-        return GaussianNLLLoss(loss)
-    return loss if type(loss) in TORCH_LOSSES else from_its_state(loss)
+    if type(loss) in TORCH_LOSSES and not _is_as_torch_made_it(loss):
+        as_called: Any = partial(nn.Module.__call__, loss)
+        as_called.reduction, as_called.__qualname__ = reduction_of(loss), name_of(loss)
+        return as_called
+    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
+
+
+def _is_as_torch_made_it(loss: Any) -> bool:
+    """Whether a loss of torch has no hooks, and no function in place of its own among its attributes."""
+    return not (loss._forward_hooks or loss._forward_pre_hooks or any(map(callable, vars(loss).values())))
+
+
+def settings_of(loss: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers, names and flags among its attributes."""
+    return tuple(item for item in getattr(loss, "__dict__", {}).items() if isinstance(item[1], SETTINGS))
 
 
 class GaussianNLLLoss(nn.Module):
@@ -298,6 +309,26 @@ def sample_masses(
     return ones * (math.prod(row.shape_of_terms(output)) // count)
 
 
+def term_masses(loss: Any, output: Tensor, target: Tensor, count: int) -> Tensor:
+    """The masses of the terms in the samples' own losses, in the shape of the terms, samples first.
+
+    Read from the loss at an output where each term is its mass times a known value, `TorchLoss.probe`.
+    """
+    row = TORCH_LOSSES[type(loss)]
+    assert row.probe is not None
+    at, value = row.probe(output)
+    dtype = output.dtype if loss.weight is None else loss.weight.dtype
+    flat = output.new_full((), at, dtype=dtype).expand(output.shape)
+    if target.is_floating_point():
+        target = target.to(dtype)
+    terms = row.terms(loss, flat, target)
+    sums = terms.reshape(count, -1).sum(1)
+    # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0, no curvature
+    share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
+    masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
+    return (masses / value if value else masses).to(output.dtype)
+
+
 def dim_of_terms(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> int | None:
     """The samples' dim of the terms, where torch makes the batch's loss of the same as each sample's; else try it."""
     row = TORCH_LOSSES.get(type(loss))
@@ -339,20 +370,18 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
 
     cut = [t.unflatten(dim, (count, -1)) for t, dim in zip(tensors, dims, strict=True)]
     # clones, because a loss may work in place
-    try:
-        batched = [t.clone() for t in cut]
-        values: Tensor = torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")(*batched)
+    batched, run = [t.clone() for t in cut], torch.func.vmap(alone, in_dims=tuple(dims), randomness="error")
+    # what vmap does not support; an error of the loss itself recurs below
+    values = attempt(lambda: run(*batched), f"{name_of(loss)}: one sample after the other, because vmap cannot")
+    if values is not None:
         return values
-    except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below
-        _log_loop(name_of(loss), str(error))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     try:
         return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        try:
-            require_scalar(loss, loss(output.detach().clone(), target), "the batch")
-        except Exception:
-            raise error from None  # it takes neither
+        takes_batch = lambda: require_scalar(loss, loss(output.detach().clone(), target), "the batch")
+        if attempt(takes_batch, f"{name_of(loss)}: it takes neither the batch nor a sample") is None:
+            raise error from None
         raise ValueError(
             f"{name_of(loss)}: it takes the batch, but not one of its samples as a batch of one: {error}. If it "
             "squeezes all axes of size one, squeeze(-1) leaves that of the samples alone"
@@ -364,11 +393,6 @@ def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name_of(loss)} must return a scalar tensor for {what}, got {found}")
     return value
-
-
-@cache
-def _log_loop(name: str, why: str) -> None:
-    log.info("%s: one sample after the other, because vmap cannot: %s", name, why)
 
 
 def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
+from curvature.attempts import attempt
 from curvature.functional import TwiceDifferentiable, graph_nodes
 from curvature.gradients import Batch, RefuseNewData, batched_vjp, complete_changes
 from curvature.linalg import full_precision
@@ -105,12 +106,9 @@ def _fastest_right(batch: Batch, tape: Tape, output: Tensor, functions: tuple[ty
     if changes is None or forward is None:
         return None if changes is None else Linearised
     expected = torch.stack([change for (change,) in changes])
-    try:
-        change = forward({name: torch.stack([d[name] for d in directions]) for name in directions[0]})
-    except Exception as error:  # what a function without forward derivative raises, or the user's own
-        log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
-        return Linearised
-    return ForwardMode if _is_near(change, expected) else Linearised
+    along = {name: torch.stack([d[name] for d in directions]) for name in directions[0]}
+    change = attempt(lambda: forward(along), "J v takes two backward passes")  # some functions have no other
+    return ForwardMode if change is not None and _is_near(change, expected) else Linearised
 
 
 def _each(function: Callable[[dict[str, Tensor]], Tensor], directions: Directions) -> Tensor:

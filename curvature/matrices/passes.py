@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from curvature import gradients, recording
+from curvature.attempts import attempt
 from curvature.functional import graph_nodes
 from curvature.gradients import Batch, Plan, SamplesMeet
 from curvature.losses import (
@@ -405,11 +406,10 @@ def without_penalty(batch: Batch, output: Tensor) -> Tensor:
     _, dim, target_dim = batch.dims
     both = replace(batch, y=map_tensors(lambda t: torch.cat([t, t], target_dim), batch.y))
     unknown = ValueError(BATCHES.format(name_of(batch.loss), ", ".join(read)))
-    try:
-        _, of_both = _read_by_loss(both, torch.cat([output, output], dim))
-    except Exception as error:  # whatever a loss raises that takes no other number of samples
-        raise unknown from error
-    once, again = (_derivatives(x, list(read.values())) for x in (penalty, of_both))
+    read_twice = attempt(lambda: _read_by_loss(both, torch.cat([output, output], dim)), str(unknown))
+    if read_twice is None:
+        raise unknown
+    once, again = (_derivatives(x, list(read.values())) for x in (penalty, read_twice[1]))
     if _near(again, 2 * once):
         return value
     if not _near(again, once):

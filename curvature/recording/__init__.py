@@ -13,6 +13,7 @@ from curvature.recording.autograd_graph import (
     require_exact_derivatives,
     tape_from_graph,
 )
+from curvature.recording.facts import facts_of
 from curvature.recording.listener import Listener, capture
 from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import (
@@ -38,8 +39,8 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, strea
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "RecordingMode", "Tape", "Use",
-    "as_arguments", "call_model", "call_with", "capture", "force_eager", "fresh_random_numbers", "graph_bytes",
-    "graph_dtypes", "graph_leaves", "in_turn", "is_sharded", "is_within", "logits", "map_tensors", "moved",
-    "preserve_state", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
+    "as_arguments", "call_model", "call_with", "capture", "facts_of", "force_eager", "fresh_random_numbers",
+    "graph_bytes", "graph_dtypes", "graph_leaves", "in_turn", "is_sharded", "is_within", "logits", "map_tensors",
+    "moved", "preserve_state", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in",
     "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -5,7 +5,6 @@ A closure returns the loss, after a backward pass, or residuals. Everything else
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,13 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from curvature.attempts import attempt
 from curvature.functional import TwiceDifferentiable, graph_nodes, own_functions
 from curvature.gradients import changes_by_backward_passes
 from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
 
-LOG = logging.getLogger(__name__)
 BACKWARD = {Tensor.backward, torch.autograd.backward}
 EXPECTED = "closure: expected it to return the loss, a tensor of one entry, or residuals (M,)"
 DIFFERENTIATES = (
@@ -352,13 +351,10 @@ class Replay:
         """The output for every stride-th sample, the stride (1 if inseparable), and whether the call gave the same."""
         cut = call.cut(stride)
         if cut is not None:
-            try:
-                with call.as_then():
-                    output = self.model(*cut[0], **cut[1])
-                if call.agrees(_floats(output), stride):
-                    return output, stride, True
-            except Exception as error:  # of any kind: the first axis is not that of samples
-                LOG.debug("the model does not run on some samples alone: %s", error)
+            with call.as_then():
+                output = attempt(lambda: self.model(*cut[0], **cut[1]), "the model does not run on some samples alone")
+            if output is not None and call.agrees(_floats(output), stride):
+                return output, stride, True
         with call.as_then():
             output = self.model(*call.args, **call.kwargs)
         return output, 1, call.agrees(_floats(output), 1)

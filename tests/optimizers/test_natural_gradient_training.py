@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import empirical, exact, isotropic, sampled
-from curvature.gradients.plans import PLANS
 from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.combinations import in_turn
 from support.habits import flat
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 from support.training import ORDERS, backward, closure_of, digits, epochs, mlp
 
 pytestmark = pytest.mark.fast
@@ -119,7 +119,7 @@ def test_the_direction_is_the_natural_gradient(name: str, inject: str):
     matrix = fisher_of(model, INJECTIONS[inject], x, y)
     opt = started(model, inject=INJECTIONS[inject])
     assert_natural(train(opt, model, x, y), model, matrix)
-    assert not any(plan.general for plan in PLANS[model].values())
+    assert not any(plan.general for plan in plans_of(model))
     block = opt.store.blocks[0]
     assert "woodbury" in opt.report() and block.bytes >= 8 * len(block.problem.matrix) ** 2 + 8 * N
 

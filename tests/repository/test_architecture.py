@@ -32,6 +32,7 @@ NAMED = (
     *(f"curvature/{name}" for name in ("forward_laplacian", "functional", "layers", "linalg", "operators", "plots")),
     *(f"curvature/{name}" for name in ("recording", "terms", "uses", "lazy.py", "public.py", "estimators.py")),
     *(f"curvature/{name}" for name in ("kronecker", "matrices", "preconditioners", "structures", "arguments.py")),
+    "curvature/attempts.py",
     "optimizers/arguments.py",
 )
 

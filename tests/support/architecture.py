@@ -15,6 +15,7 @@ PACKAGES = ("curvature", "optimizers")
 # A package imports only packages of lower floors, and only what their __init__ exports.
 FLOORS = {
     "arguments": 0,
+    "attempts": 0,
     "lazy": 0,
     "linalg": 1,
     "terms": 1,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import curvature
-from curvature.gradients.plans import PLANS
 from optimizers import KFAC
+from support.plans import plans_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a program
 from support.cases.case import Raw
@@ -129,7 +129,7 @@ def per_sample(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> str:
         curvature.per_sample_norms(model, loss, x, y)
     except ValueError:
         return "refused"
-    general = set().union(*(plan.general for plan in PLANS[model].values()))
+    general = set().union(*(plan.general for plan in plans_of(model)))
     return "general path" if general else "rule"
 
 

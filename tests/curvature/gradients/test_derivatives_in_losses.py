@@ -12,12 +12,12 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import curvature
 from curvature.functional import ExactNorms
-from curvature.gradients.plans import PLANS
 from curvature.preconditioners import residual_blocks
 from curvature.recording import warn_once
 from support.cases.case import Raw, randomise, seeded
 from support.differential import gradient, laplacian
 from support.oracles import derivatives as oracle_derivatives
+from support.plans import plans_of
 from support.rows import rows_of
 from support.snapshots import unchanged
 
@@ -128,7 +128,7 @@ def test_rows(name: str, residual: Callable[..., Tensor], device: str):
             atol = tolerance * max(1.0, rows.abs().max())
             torch.testing.assert_close(found[key].cpu(), rows, rtol=tolerance, atol=atol)
         model.cpu()
-    general = set().union(*(plan.general for plan in PLANS.get(model, {}).values()))
+    general = set().union(*(plan.general for plan in plans_of(model)))
     assert bool(general) == (name in GENERAL), general
 
 
@@ -414,4 +414,4 @@ def test_a_table_read_at_random_is_learnt_once():
             values = model(torch.randint(20, (7,)))
         expected = oracle_derivatives.rows(values, model)
         torch.testing.assert_close(curvature.Jacobian.of(values, model).to_dense(), expected)
-    assert len(PLANS[model]) == 1
+    assert len(plans_of(model)) == 1

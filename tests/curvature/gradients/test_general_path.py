@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import curvature
 from curvature.gradients import general_path, jacobian_products
 from curvature.gradients.batch import Batch
-from curvature.gradients.plans import PLANS
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 from support.rows import all_of_rows
 from support.training import train
 
@@ -60,7 +60,7 @@ def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pyte
     for _ in range(2):
         found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
         torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
-    assert {plan.loop for plan in PLANS[model].values()} == {is_wrong}
+    assert {plan.loop for plan in plans_of(model)} == {is_wrong}
 
 
 def test_a_module_that_the_model_holds_twice_keeps_its_parameters() -> None:
@@ -148,7 +148,7 @@ def computed(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
 def test_rows_and_what_is_made_of_them_are_right_at_every_call(forward: Forward) -> None:
     model, x, y = computed(forward)
     all_of_rows(model, LOSS, x, y, oracle.per_sample_gradients(model, LOSS, x, y))
-    assert all("E" in plan.general for plan in PLANS[model].values()), "the case is none"
+    assert all("E" in plan.general for plan in plans_of(model)), "the case is none"
 
 
 @pytest.mark.parametrize("forward", MODELS)

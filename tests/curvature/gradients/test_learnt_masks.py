@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 from support.rows import all_of_rows
 
 pytestmark = pytest.mark.fast
@@ -107,7 +107,7 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 def test_rows_and_matrices_by_rules(name: str) -> None:
     model, x, y = problem(name)
     all_of_rows(model, LOSS, x, y, oracle.per_sample_gradients(model, LOSS, x, y))
-    assert not any(plan.general for plan in PLANS[model].values())
+    assert not any(plan.general for plan in plans_of(model))
     matrix = oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton
     found = curvature.gauss_newton(model, LOSS, [(x[:1], y[:1]), (x[1:], y[1:])])
     matches(found.diagonal(), matrix.diagonal())
@@ -128,4 +128,4 @@ def test_dropout_of_the_weights_is_that_of_the_pass() -> None:
             {k: g.mean(0) for k, g in rows.items()}, {k: p.grad for k, p in model.named_parameters()}
         )
         model.zero_grad()
-    assert not any(plan.general for plan in PLANS[model].values())
+    assert not any(plan.general for plan in plans_of(model))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import curvature
-from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 from support.rows import rows_of
 
 pytestmark = pytest.mark.fast
@@ -162,11 +162,11 @@ def test_plans_are_confirmed_and_not_collected(device: str) -> None:
     fewer[..., 1] = -1
     fewer[0, 0, 1] = 1
     curvature.Jacobian.of(made(x).sum(1), made)
-    (plan,) = PLANS[made].values()
+    (plan,) = plans_of(made)
     curvature.Jacobian.of(made(x + 0.1 * (x < -1)).sum(1), made)
-    assert list(PLANS[made].values()) == [plan] and next(iter(PLANS[made].values())) is plan
+    assert plans_of(made) == [plan] and plans_of(made)[0] is plan
     for batch in (other, fewer):
         curvature.Jacobian.of(made(batch).sum(1), made)
-        *_, new = PLANS[made].values()
+        *_, new = plans_of(made)
         assert new is not plan and new.general == {"mix.weight", "mix.bias"}
         plan = new

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import curvature
 import curvature.gradients.per_sample
-from curvature.gradients.plans import PLANS
 from support.cases.case import Case, Raw, seeded
 from support.cases.catalogue import CASES, CATALOGUE, EXACT_OR_REFUSED, REFUSED, WITHOUT_RULE
 from support.combinations import member
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 from support.snapshots import unchanged
 
 TOLERANCE = 1e-10
@@ -103,7 +103,7 @@ def test_gradients_norms_and_gram(case: Case, device):
                 value = compute(quantity, case, model, loss, x, y)
                 ASSERTIONS[quantity](value, reference(case, device, n, seed), tolerance)
     # a rule that is wrong goes unnoticed in the rows: what fails its check is computed in another way
-    assert any(plan.general for plan in PLANS.get(model, {}).values()) == (case.id in WITHOUT_RULE)
+    assert any(plan.general for plan in plans_of(model)) == (case.id in WITHOUT_RULE)
 
 
 @each(CATALOGUE["models"])

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.gradients import per_sample
-from curvature.gradients.plans import PLANS, find_layouts
+from curvature.gradients.plans import find_layouts
 from curvature.layers import Layout
 from support.cases.case import Raw
+from support.plans import plans_of
 
 pytestmark = pytest.mark.fast
 
@@ -95,7 +96,7 @@ def test_a_deep_narrow_network_is_learnt_once(device):
         for p in model.parameters():
             p.mul_(0.5)
     curvature.per_sample_norms(model, nn.MSELoss(), x, y)
-    assert len(PLANS[model]) == 1
+    assert len(plans_of(model)) == 1
 
 
 def test_two_kinds_of_passes_alternate(device, monkeypatch):
@@ -121,7 +122,7 @@ def test_plans_of_ever_other_passes_do_not_fill_the_memory(monkeypatch):
         for _ in range(depth):
             values = model(values)
         curvature.Jacobian.of(values.sum(1), model)
-        assert len(PLANS[model]) == min(depth, 2)
+        assert len(plans_of(model)) == min(depth, 2)
 
 
 def test_what_stands_in_for_parameters_is_not_the_models_own():
@@ -159,11 +160,11 @@ def test_what_one_sample_beside_its_copy_has_told_is_not_forgotten():
     data = [(torch.randint(5, (1, 3)), torch.randn(1, 2))]
     model.is_noisy = False
     curvature.kfac(model, nn.MSELoss(), data)
-    known = [plan.layouts for plan in PLANS[model].values()]
+    known = [plan.layouts for plan in plans_of(model)]
     assert all([] in layouts for layouts in known)  # the table has no axis of samples
     model.is_noisy = True
     curvature.kfac(model, nn.MSELoss(), data)
-    assert [plan.layouts for plan in PLANS[model].values()] == known
+    assert [plan.layouts for plan in plans_of(model)] == known
 
 
 class Hidden(torch.autograd.Function):

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import curvature
-from curvature.gradients.plans import PLANS
 from curvature.layers import RULES
 from curvature.recording import capture
 from support.cases.catalogue import CASES
 from support.oracles import brute_force as oracle
+from support.plans import plans_of
 
 pytestmark = pytest.mark.fast
 
@@ -55,7 +55,7 @@ def test_rule(rule: type, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close(curvature.per_sample_gradients(model, loss, x, y), expected)
     close({"": curvature.per_sample_norms(model, loss, x, y)}, {"": oracle.norms(expected)})
     close({"": curvature.per_sample_gram(model, loss, x, y)}, {"": oracle.gram(expected)})
-    (plan,) = PLANS[model].values()
+    (plan,) = plans_of(model)
     assert rule in calls and not plan.general
 
 

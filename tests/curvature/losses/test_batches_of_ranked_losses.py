@@ -61,7 +61,7 @@ APART: dict[str, Loss] = {
     "an index": lambda o, y: squares(o[y != 0], y[y != 0]).sum(),
     "plain": lambda o, y: entropies(o, y).mean(),
 }
-SIZES = [(2, 2), (4, 4), (1, 1, 1, 1), (4, 2, 6), (12, 20)]
+SIZES = [(2, 2), (1, 1, 1, 1), (4, 2, 6)]
 
 
 def batches(sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -76,7 +76,7 @@ def batches(sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, Tensor, Tenso
 def test_losses_in_which_samples_count_by_the_others(name: str, sizes: tuple[int, ...]) -> None:
     """Right, where samples do not meet in these data, or refused."""
     refused, loss = 0, RANKED[name]
-    for seed in range(4):
+    for seed in range(2):
         model, x, y, data = batches(sizes, seed)
         reference = Matrices(model, loss, (x, y)).hessian
         try:
@@ -92,7 +92,7 @@ def test_losses_in_which_samples_count_by_the_others(name: str, sizes: tuple[int
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", APART)
 def test_losses_of_samples_of_any_weight(name: str, sizes: tuple[int, ...]) -> None:
-    for seed in range(4):
+    for seed in range(2):
         model, x, y, data = batches(sizes, seed)
         y[0] = 2
         reference = Matrices(model, APART[name], (x, y)).hessian

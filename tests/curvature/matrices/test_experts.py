@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import curvature
 import optimizers
-from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.oracles.brute_force import Matrices
+from support.plans import plans_of
 from support.training import train
 
 E, N, I, O = 3, 7, 4, 2
@@ -82,7 +82,7 @@ def test_gradients_by_rule(call: str, places: tuple[int, ...]) -> None:
     expected = oracle.per_sample_gradients(model, LOSS, x, y)
     for name, rows in curvature.per_sample_gradients(model, LOSS, x, y).items():
         matches(rows, expected[name])
-    assert [plan.general for plan in PLANS[model].values()] == [set()]
+    assert [plan.general for plan in plans_of(model)] == [set()]
     if not places:
         matches(curvature.fisher(model, LOSS, (x, y)).to_dense(), Matrices(model, LOSS, (x, y)).fisher, 1e-8)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.attempts import log_once
 from curvature.matrices import passes
 from curvature.matrices.linearised import ForwardMode, Linearised, right_way
 from support.cases.case import Raw, seeded
@@ -80,6 +81,7 @@ def test_columns_through_norms(name: str, columns: int, at_once: int, caplog: An
         model, x = make().double(), torch.randn(5, 1, 3, 3, dtype=torch.float64)
     y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]).double())
     caplog.set_level(logging.INFO, logger="curvature")
+    log_once.cache_clear()
     kinds = ways_taken(monkeypatch)
     operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
     V = operator.space.normal(columns)

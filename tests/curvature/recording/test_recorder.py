@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 from curvature import Tape, Use, capture, per_sample_gradients
-from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
 from support.oracles.brute_force import forward
+from support.plans import plans_of
 from support.snapshots import unchanged
 
 pytestmark = pytest.mark.fast
@@ -391,7 +391,7 @@ def test_a_plan_is_kept_where_gradients_of_early_steps_vanish():
         model = Raw(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(3, 4, batch_first=True))
         x, y = torch.randn(2, 200, 3), torch.randn(2, 4)
     per_sample_gradients(model, nn.MSELoss(), x, y)
-    assert PLANS[model]
+    assert plans_of(model)
 
 
 def test_a_recurrent_layer_of_constants_is_no_data():

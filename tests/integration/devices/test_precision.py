@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.gradients.plans import PLANS
 from curvature.linalg.devices import widest
 from curvature.operators import Kronecker
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded, token_loss
 from support.cases.models import GPT
+from support.plans import plans_of
 from support.training import closure_of, task, train_by_closure
 
 pytestmark = pytest.mark.fast
@@ -70,7 +70,7 @@ def test_layers_are_explained_by_their_rules(problem: str, precision: str, accel
     for _ in range(2):
         found = curvature.per_sample_gradients(model, loss, x, y)
         assert relative(found, expected) < error
-    assert PLANS[model] and not any(plan.general for plan in PLANS[model].values())
+    assert plans_of(model) and not any(plan.general for plan in plans_of(model))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -103,7 +103,7 @@ def test_a_plan_learnt_anew_is_learnt_in_full_precision(precision: str, accelera
     model[2].forward = forward
     curvature.per_sample_gradients(model, loss, x, y)
     exact = {(len(x), "ieee")} | ({(len(x), "none")} if precision == "full" else set())  # nothing to switch
-    assert exact & set(seen) and not any(plan.general for plan in PLANS[model].values())
+    assert exact & set(seen) and not any(plan.general for plan in plans_of(model))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.gradients.plans import PLANS
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.arguments import require_one_device
 from support.cases.case import seeded
 from support.cases.several_devices import Split, ThereAndBack, Tied, data, loss_at_target
+from support.plans import plans_of
 from support.training import backward, closure_of, task, train_by_closure
 
 pytestmark = pytest.mark.fast
@@ -40,7 +40,7 @@ def test_gradients_of_samples_are_where_their_layers_are(function: str, two_devi
 def test_gradients_over_several_devices_are_checked(two_devices: tuple[str, str]) -> None:
     model = Split(two_devices)
     curvature.check_gradients(model, LOSS, *data(two_devices))
-    assert not any(plan.general for plan in PLANS[model].values())
+    assert not any(plan.general for plan in plans_of(model))
     rows = curvature.residual_jacobian(model, lambda m, x: m(x).sum(1), data(two_devices)[0])
     assert {name: g.device for name, g in rows.items()} == {name: p.device for name, p in model.named_parameters()}
 

@@ -166,6 +166,16 @@ def test_samples_that_count_differently_do_so_in_the_curvature(name: str, logged
     torch.testing.assert_close(found, expected.mT @ expected / N)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_class_weights_that_the_loss_says_are_refused(kind: str):
+    model = rows()[0]
+    for loss in (nn.CrossEntropyLoss(W), nn.NLLLoss(W)):
+        with pytest.raises(ValueError, match=rf"{type(loss).__name__} has weight=.*squared.*exact\(\)"):
+            OPTIMIZERS[kind](model, loss=loss, inject=empirical())
+    for loss in (nn.CrossEntropyLoss(W, reduction="sum"), nn.BCEWithLogitsLoss(W), nn.CrossEntropyLoss()):
+        OPTIMIZERS[kind](model, loss=loss, inject=empirical())
+
+
 @pytest.mark.parametrize("name", ["ignored samples", "class weights"])
 @pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
 def test_a_mean_with_shares_is_the_plain_mean_that_it_equals(kind: str, name: str):
