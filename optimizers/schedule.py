@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,6 @@ EARLY_INTERVAL, USUAL_INTERVAL = 4, 10
 FAST = 0.5  # change of the running averages by one step, of their size, after which intervals grow slowly
 LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
-IRREGULAR = 40503  # a step times this, modulo 2^16, looks random
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
 MOST_AWAITED = 300  # steps
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
@@ -78,7 +78,7 @@ class Schedule:
         self.awaited = {name: end for name, end in self.awaited.items() if name not in known and step < end}
         every = self._every(step, self.factor_every)
         is_free = self.factor_every is None and not is_whole
-        self.shift = (step * IRREGULAR >> 16) % every - every // 2 if is_free else 0
+        self.shift = random.Random(step).randrange(every) - every // 2 if is_free else 0
 
     def note_unknown(self, step: int, names: Iterable[str]) -> None:
         """Note parameters that move at a step without curvature."""
@@ -118,5 +118,3 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in asdict(Schedule(**state)).items():
             setattr(self, name, value)
-        # until 1.0 one number for each block
-        self.drifts = {name: x if isinstance(x, list) else [x] for name, x in self.drifts.items()}
