@@ -76,7 +76,7 @@ class TrustRegionConstants:
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
-    largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
+    largest_scale: float = 2.0  # by how much the direction of a layer is made longer or shorter
 
 
 class TrustState(NamedTuple):
