@@ -209,7 +209,7 @@ def test_a_step_of_two_layers() -> None:
 
 def test_layers_are_scaled_before_they_are_cut() -> None:
     """A longer direction is steeper, and has more energy: times 5/8 in one layer, 5/2 in the other."""
-    run = two_layers()
+    run = two_layers(constants=replace(C, even=0.0, least=0.2 * 0.4**0.5, largest_scale=4.0))
     run.rule.energies = {"a": LayerEnergies(0.0, 16.0, 4.0), "b": LayerEnergies(0.0, 4.0, 4.0)}
     run.opt.recorder.outputs.rms = 100.0  # allows any change
     run.step(**GOOD)
