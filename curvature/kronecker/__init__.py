@@ -8,22 +8,20 @@ products (`invert_kronecker_sums`). Nothing here averages over batches.
 
 from curvature.kronecker.applied import EigenInverse, KroneckerInverse, LowRankMatrix, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme, by_length, count_rows, subsample_samples
+from curvature.kronecker.factors import Affine, Reading, Scheme, by_length, count_rows, subsample_samples
 from curvature.kronecker.inverses import (
     KroneckerSumInverse,
     Pair,
-    carry_diagonal,
     eigen_inverses,
     eigenbases,
     factored_inverses,
     invert_kronecker_sums,
 )
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, nonzero_or_one
-from curvature.kronecker.statistics import KroneckerStatistics
+from curvature.kronecker.sides import DiagonalSide, Product, Side, merge_products, nonzero_or_one
 
 __all__ = [
-    "Affine", "Basis", "DenseSide", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
-    "KroneckerSumInverse", "LowRankMatrix", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side",
-    "by_length", "carry_diagonal", "count_rows", "eigen_inverses", "eigenbases", "factored_inverses",
-    "inverse_of_state", "invert_kronecker_sums", "nonzero_or_one", "subsample_samples",
+    "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerSumInverse", "LowRankMatrix",
+    "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "by_length", "count_rows",
+    "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state", "invert_kronecker_sums", "merge_products",
+    "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,17 @@ class Basis:
         if isinstance(first, IndexedRows) and self.columns is None and places**2 <= math.prod(first.shape):
             return self._from_indexed_rows(lefts, rights, weights)
         return self._from_gradients(lefts, rights, weights)
+
+    def carried(self, values: Tensor, old: Basis) -> Tensor:
+        """The diagonal in this basis of the matrix that is diagonal in an old one, with `values` (g, o, i) there.
+
+        The trace is kept.
+        """
+        rows, columns = (
+            _squared_products(new, before, values.dtype)
+            for new, before in ((self.rows, old.rows), (self.columns, old.columns))
+        )
+        return two_sided(rows, values, None if columns is None else columns.mT)
 
     def _parts(self, places: int, weights: Tensor) -> Iterator[slice]:
         """On a CPU, of as many samples as its cache holds when they are rotated at every place."""
@@ -132,6 +144,15 @@ class Basis:
             parts.append(sum_in_place(bias).reshape(-1, *shape) if bias else parts[0].new_zeros(len(some[0]), *shape))
         x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in parts])
         return two_sided(None if self.rows is None else self.rows.mT, x, self.columns)
+
+
+def _squared_products(new: Tensor | None, old: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Squares of the inner products of the vectors of two bases; None where these are the same."""
+    if new is old:
+        return None
+    if new is None or old is None:
+        return cast("Tensor", old if new is None else new.mT).to(dtype).square()
+    return matmul(new.to(dtype).mT, old.to(dtype)).square()
 
 
 def _merged(terms: Sequence[Term]) -> list[Term]:

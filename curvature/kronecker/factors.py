@@ -50,7 +50,6 @@ ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so ma
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
 Read = TypeVar("Read", bound=Sized)
-Product = tuple[Side, Side]  # the side of the outputs, and that of the inputs
 
 
 class Reading(NamedTuple):
@@ -96,7 +95,7 @@ class Scheme:
             shapes: of the weight, and of the bias if that is one more input wherever the weight is read.
             dtype: of the parameter; moments are in single precision at least.
             largest: a larger side is kept as a sketch, or as its diagonal if the layer has groups or the weight is
-                tied. The side of an embedding's rows always is a diagonal.
+                tied. The side of an embedding's rows always is a diagonal. See `storage_of`.
             block_size: see `Scheme`.
 
         Raises:
@@ -111,14 +110,13 @@ class Scheme:
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # the bias is broadcast
-        _, outputs, inputs = arrangement.sides
         scheme = Scheme(arrangement, torch.promote_types(dtype, torch.float32), sharing, block_size=block_size)
         readings = {scheme.reading(term) for term in terms}
         if None in readings:
             return None
         one_hot = [not reading.flipped for reading in readings if reading and reading.one_hot]
         is_plain = readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1
-        rows, columns = (storage_of(d, largest, k in one_hot, is_plain) for k, d in enumerate((outputs, inputs)))
+        rows, columns = (storage_of(scheme.block_sizes(k), largest, k in one_hot, is_plain) for k in (0, 1))
         return replace(scheme, storage=(rows, columns))
 
     @property
@@ -141,7 +139,7 @@ class Scheme:
         return self.kinds[k].of(moment, self.block_sizes(k))
 
     def side_of_entries(self, k: int, entries: Tensor) -> Side:
-        """The side with these `Side.entries`, or this `Side.state`."""
+        """The side with these `Side.entries`."""
         return self.kinds[k].of_entries(entries, self.block_sizes(k))
 
     def side_of_sum(self, k: int, total: Tensor) -> Side:

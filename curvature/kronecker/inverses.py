@@ -18,15 +18,12 @@ from torch import Tensor
 
 from curvature import linalg
 from curvature.kronecker import applied
-from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DenseSide, Side, nonzero_or_one
-from curvature.kronecker.statistics import merge_products
+from curvature.kronecker.sides import DenseSide, Product, Side, merge_products, nonzero_or_one
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 # rows up to which matrices are inverted together: memory for several of a larger one counts
 JOINED_MAX_SIDE = linalg.ByDevice(512, 2048)
 
-Basis = tuple[applied.Matrix, applied.Matrix]  # orthogonal, of rows and of columns
 Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
 
 
@@ -107,25 +104,6 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, applied.Matrix]]:
         matrices = (applied.DenseMatrix.of(part, stack.sizes) for part in vectors.split(groups))
         bases |= zip(alike, zip(values.split(groups), matrices, strict=True), strict=True)
     return [bases[k] for k in range(len(sides))]
-
-
-def carry_diagonal(values: Tensor, old: Basis, new: Basis) -> Tensor:
-    """The diagonal in a new basis of the matrix with diagonal `values` (g, o, i) in an old one.
-
-    That matrix is taken to be diagonal in the old basis. The trace is kept.
-    """
-    with linalg.own_precision(values):
-        rows, columns = (_squared_products(n, o, values.dtype) for n, o in zip(new, old, strict=True))
-        return columns.T.right(rows.left(values))
-
-
-def _squared_products(new: applied.Matrix, old: applied.Matrix, dtype: torch.dtype) -> applied.Matrix:
-    """Squares of the inner products of the vectors of two bases."""
-    if new is old or new.vectors is old.vectors is None:
-        ones = new.entries.new_ones(new.entries.shape[:1] + new.entries.shape[-1:], dtype=dtype)
-        return applied.DiagonalMatrix(ones)
-    one, other = (torch.diag_embed(x.entries) if x.vectors is None else x.vectors for x in (new, old))
-    return applied.DenseMatrix((one.to(dtype).mT @ other.to(dtype)).square())
 
 
 def _stacks(sides: Mapping[int, Side], largest: linalg.ByDevice | None = None) -> Iterator[tuple[Side, list[int]]]:

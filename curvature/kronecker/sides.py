@@ -9,6 +9,7 @@ half of the lower triangle as it is, and the rest of it transposed into the corn
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -59,7 +60,7 @@ class Side:
 
     @classmethod
     def of_entries(cls, entries: Tensor, blocks: Sequence[int]) -> Side:
-        """The side with these `entries`, or this `state`."""
+        """The side with these `entries`."""
         return cls(entries)
 
     @classmethod
@@ -140,20 +141,12 @@ class Side:
         """As `eigenbases` has it; None where that takes a decomposition."""
         return None
 
-    def unpacked(self) -> Side:
-        """The same, whose entries are those of the matrix, where it is stored as triangles."""
-        return self
-
     def compared(self) -> Tensor:
         """What shows how far it has moved."""
         return self.entries
 
     def to_sum(self, rank: int, world_size: int) -> Tensor:
         """What adds up over processes, of which this one is `rank`, for `of_sum`."""
-        return self.entries
-
-    def state(self) -> Tensor:
-        """Entries as a checkpoint has them, for `of_entries`."""
         return self.entries
 
     @property
@@ -167,6 +160,7 @@ class Side:
 
 
 STORAGES: dict[str, type[Side]] = {}  # by name
+Product = tuple[Side, Side]  # the side of the outputs, and that of the inputs
 
 
 class DiagonalSide(Side):
@@ -204,20 +198,6 @@ class DenseSide(Side):
 
     name = "dense"
 
-    @classmethod
-    def of(cls, moment: Tensor, blocks: Sequence[int]) -> Side:
-        """What takes least memory, where that matters."""
-        return PackedSide.of(moment, blocks) if _are_packed(blocks) else cls(moment)
-
-    @classmethod
-    def of_entries(cls, entries: Tensor, blocks: Sequence[int]) -> Side:
-        return PackedSide(entries, tuple(blocks)) if entries.ndim == 2 else cls.of(entries, blocks)
-
-    @staticmethod
-    def most_entries(groups: int, blocks: Sequence[int]) -> int:
-        square = sum(blocks) ** 2
-        return groups * (square + (sum(map(triangle, blocks)) if _are_packed(blocks) else square))
-
     def with_entries(self, entries: Tensor) -> DenseSide:
         return DenseSide(entries)  # quicker than `replace`
 
@@ -234,11 +214,21 @@ class PackedSide(Side):
 
     blocks: tuple[int, ...]  # their numbers of rows
 
+    name = "packed"
+
     @classmethod
     def of(cls, moment: Tensor, blocks: Sequence[int]) -> PackedSide:
         """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
         packed = [_pack(moment[:, rows, rows]) for rows in ranges(blocks)]
         return cls(torch.cat(packed, 1) if len(blocks) > 1 else packed[0], tuple(blocks))
+
+    @classmethod
+    def of_entries(cls, entries: Tensor, blocks: Sequence[int]) -> PackedSide:
+        return cls(entries, tuple(blocks))
+
+    @staticmethod
+    def most_entries(groups: int, blocks: Sequence[int]) -> int:
+        return groups * (sum(blocks) ** 2 + sum(map(triangle, blocks)))
 
     @property
     def size(self) -> int:
@@ -268,12 +258,6 @@ class PackedSide(Side):
         for part, rows, n in zip(self._triangles(), ranges(self.blocks), self.blocks, strict=True):
             matrix[:, rows, rows] = unpack(part, n)
         return matrix
-
-    def unpacked(self) -> DenseSide:
-        return DenseSide(self.dense())
-
-    def state(self) -> Tensor:
-        return self.entries if self.size >= PACKED_MIN_SIDE else self.dense()
 
     def describe(self) -> str:
         return super().describe() + (f" in {len(self.blocks)} blocks" if len(self.blocks) > 1 else "")
@@ -363,11 +347,36 @@ class SketchSide(Side):
         return SketchSide(identity)
 
 
-def storage_of(rows: int, largest: float, is_one_hot: bool, can_be_sketched: bool) -> str:
-    """The form for a side of so many rows, of one-hot inputs or not, where `largest` are kept whole."""
+def storage_of(blocks: Sequence[int], largest: float, is_one_hot: bool, can_be_sketched: bool) -> str:
+    """The form for a side with diagonal blocks of so many rows, of one-hot inputs or not.
+
+    At most `largest` rows are kept whole, as triangles where these take so much less memory that it matters. Without a
+    limit no memory is saved: to add triangles up over data takes longer.
+    """
+    rows = sum(blocks)
     if can_be_sketched and rows > max(largest, MAX_DENSE_SIDE):
         return SketchSide.name
-    return DiagonalSide.name if is_one_hot or rows > largest else DenseSide.name
+    if is_one_hot or rows > largest:
+        return DiagonalSide.name
+    is_packed = largest < math.inf and (len(blocks) > 1 or rows >= PACKED_MIN_SIDE)
+    return PackedSide.name if is_packed else DenseSide.name
+
+
+def merge_products(products: Sequence[Product]) -> Product:
+    """One product for the sum of several (tied weights), with the same trace.
+
+    Each side is the sum over the products, weighted by the trace of the other side. Products are those of one `Scheme`.
+    """
+    traces = [(rows.diagonal().sum(1), columns.diagonal().sum(1)) for rows, columns in products]
+    total = torch.stack([r * c for r, c in traces]).sum(0)
+    total = total.clamp(min=torch.finfo(total.dtype).tiny).sqrt()
+
+    def merged(k: int) -> Side:
+        sides = [product[k].scaled(trace[1 - k]).entries for product, trace in zip(products, traces, strict=True)]
+        summed = torch.stack(sides).sum(0)
+        return products[0][k].with_entries(summed / for_groups(total, summed))
+
+    return merged(0), merged(1)
 
 
 def compress(sketch: Tensor) -> Tensor:
@@ -408,11 +417,6 @@ def nonzero_or_one(mean: Tensor) -> Tensor:
     A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
     """
     return mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5).masked_fill_(mean <= 0, 1)
-
-
-def _are_packed(blocks: Sequence[int]) -> bool:
-    """Whether triangles of diagonal blocks take so much less memory that it matters."""
-    return len(blocks) > 1 or sum(blocks) >= PACKED_MIN_SIDE
 
 
 def _rectangle(d: int) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """The public builders: Fisher, Gauss-Newton, Hessian, K-FAC.
 
 In: a model, a loss and data. Out: an operator (`curvature.operators`). A builder goes over the data (`passes`), sends
-an injection's vectors back from the output of every batch, and adds up the terms that result (`accumulators`), one
-accumulator for each layer (`block_structure`). Matrix-free operators go over the data at every product (`products`).
+an injection's vectors back from the output of every batch, and adds up the terms that result (`accumulators`), in one
+structure for each layer (`block_structure`). Matrix-free operators go over the data at every product (`products`).
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 

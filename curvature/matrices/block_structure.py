@@ -10,19 +10,19 @@ import torch
 from curvature.kronecker import Scheme
 from curvature.linalg import without_autocast
 from curvature.losses import SEED, Injection, require_terms
-from curvature.matrices.accumulators import (
-    Accumulator,
-    KroneckerAccumulator,
-    LayersAccumulator,
-    Range,
-    Result,
-    RowRangeAccumulator,
-    StructureAccumulator,
-)
+from curvature.matrices.accumulators import LayersAccumulator, Range, RowRangeAccumulator
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
 from curvature.operators import DENSE_LIMIT, Space
-from curvature.structures import Choice, Choices, Chunk, DenseStructure, DiagonalStructure
+from curvature.structures import (
+    Accumulator,
+    Choice,
+    Choices,
+    Chunk,
+    DenseStructure,
+    DiagonalStructure,
+    KroneckerStructure,
+)
 from curvature.terms import Term, name_of_rows, row_ranges
 
 MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets its exact block
@@ -49,9 +49,9 @@ def collect(
     passes: Passes,
     inject: Injection,
     seed: int,
-    accumulator: Accumulator[Result],
+    accumulator: Accumulator,
     chunks: Chunks = RecordedBatch.chunks,
-) -> Result:
+) -> Any:
     """The operator of an accumulator, after one pass over the data: see `add_up`."""
     return accumulator.result(add_up(passes, inject, seed, accumulator, chunks))
 
@@ -60,7 +60,7 @@ def add_up(
     passes: Passes,
     inject: Injection,
     seed: int,
-    accumulator: Accumulator[Any],
+    accumulator: Accumulator,
     chunks: Chunks = RecordedBatch.chunks,  # sends back the injection's vectors, or others with the same result
 ) -> float:
     """Add up an accumulator in one pass over the data; returns what to multiply its sums with."""
@@ -87,18 +87,18 @@ def by_layers(space: Space, default: Choice, sharing: str, structure: Mapping[st
     """An accumulator of the blocks of all layers, some of which have a structure that the caller has chosen."""
     choices = Choices(structure, space.names)
 
-    def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator[Any]:
+    def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator:
         choice = choices.of(names)
         return _of_layer(space.subspace(names), chunk, choice or default, sharing, choice is not None)
 
     return LayersAccumulator(space, make, choices.alone)
 
 
-def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_chosen: bool) -> Accumulator[Any]:
+def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_chosen: bool) -> Accumulator:
     if not isinstance(structure, str):
         if not is_chosen:
             _require_held_size(space, "the exact block", space.size, "dense")
-        return StructureAccumulator(structure(space))
+        return structure(space)
     vectors = chunk.of(space.names[0])
     factored = None if vectors is None else _factored(space, vectors[0][0], sharing)
     if factored is None and is_chosen:
@@ -106,8 +106,8 @@ def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_ch
             f"structure: {space.names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
             'layer\'s affine map); choose "dense" or "diagonal"'
         )
-    if isinstance(factored, KroneckerAccumulator) and not is_chosen:
-        scheme = factored.total.scheme
+    if isinstance(factored, KroneckerStructure) and not is_chosen:
+        scheme = factored.scheme
         for what, rows, kind in zip(("outputs", "inputs"), scheme.arrangement.sides[1:], scheme.kinds, strict=True):
             if not kind.is_diagonal:
                 _require_held_size(space, f"the factor of its {what}", rows, "kronecker")
@@ -126,29 +126,29 @@ def _require_held_size(space: Space, what: str, rows: int, structure: str) -> No
         )
 
 
-def _exact(space: Space) -> Accumulator[Any]:
-    return StructureAccumulator((DenseStructure if space.size <= MAX_EXACT_SIZE else DiagonalStructure)(space))
+def _exact(space: Space) -> Accumulator:
+    return (DenseStructure if space.size <= MAX_EXACT_SIZE else DiagonalStructure)(space)
 
 
-def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator[Any] | None:
+def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
     """An accumulator of Kronecker factors for a weight, or for each range of its rows; None if there are none."""
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:
-        return KroneckerAccumulator(space, scheme)
+        return KroneckerStructure(space, scheme)
     apart = row_ranges(terms)
     if apart[0].terms is terms:
         return None
-    parts: dict[Range, Accumulator[Any]] = {}
+    parts: dict[Range, Accumulator] = {}
     rows = 0
     for piece in apart:
         if piece.start > rows:  # never read
-            parts[rows, piece.start] = StructureAccumulator(DiagonalStructure(_rows(space, rows, piece.start)))
+            parts[rows, piece.start] = DiagonalStructure(_rows(space, rows, piece.start))
         rows_space = _rows(space, piece.start, rows := piece.stop)
         scheme = Scheme.of(piece.terms, rows_space.shapes, space.dtype, sharing)
-        parts[piece.start, rows] = _exact(rows_space) if scheme is None else KroneckerAccumulator(rows_space, scheme)
+        parts[piece.start, rows] = _exact(rows_space) if scheme is None else KroneckerStructure(rows_space, scheme)
     if rows < (end := space.shapes[0][0]):
-        parts[rows, end] = StructureAccumulator(DiagonalStructure(_rows(space, rows, end)))
-    has_factors = any(isinstance(part, KroneckerAccumulator) for part in parts.values())
+        parts[rows, end] = DiagonalStructure(_rows(space, rows, end))
+    has_factors = any(isinstance(part, KroneckerStructure) for part in parts.values())
     return RowRangeAccumulator(space, parts) if has_factors else None
 
 

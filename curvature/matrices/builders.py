@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvature.gradients import either_form
 from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
-from curvature.matrices.accumulators import StructureAccumulator
 from curvature.matrices.block_structure import add_up, by_layers, collect, require_injection, seed_of
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
@@ -77,10 +76,11 @@ def fisher_diagonal(
     Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    diagonal = DiagonalStructure(source.space)
-    scale = add_up(source, inject, seed_of(generator), StructureAccumulator(diagonal), diagonal_chunks)
-    diagonal.scale_(scale)
-    return diagonal.by_name()
+    sums = DiagonalStructure(source.space)
+    scale = add_up(source, inject, seed_of(generator), sums, diagonal_chunks)
+    diagonal = sums.by_name()
+    torch._foreach_mul_(list(diagonal.values()), scale)
+    return diagonal
 
 
 @either_form

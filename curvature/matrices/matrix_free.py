@@ -13,14 +13,13 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
-from curvature.matrices.accumulators import Accumulator, StructureAccumulator
 from curvature.matrices.block_structure import collect
 from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import MatrixFree, Operator, SampleSpace, Space
 from curvature.recording import in_turn
-from curvature.structures import Chunk, DenseStructure, DiagonalStructure
+from curvature.structures import Accumulator, Chunk, DenseStructure, DiagonalStructure
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -58,7 +57,7 @@ def kept(operator: MatrixFree) -> AbstractContextManager[None]:
     return passes.keeping()
 
 
-class RowAccumulator(Accumulator[SampleSpace]):
+class RowAccumulator(Accumulator):
     """The rows of all chunks, whose vectors hold the roots of their weights."""
 
     def __init__(self, space: Space) -> None:
@@ -67,15 +66,16 @@ class RowAccumulator(Accumulator[SampleSpace]):
 
     def add(self, chunk: Chunk) -> None:
         count, dtype, devices = len(chunk.weights), self.space.dtype, self.space.devices
+        shapes = zip(self.space.names, self.space.shapes, strict=True)
+        zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
+        none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in shapes}
         for k in range(chunk.vectors):
-            zeros = {name: torch.zeros((), dtype=dtype, device=d) for name, d in devices.items()}
-            none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
-            terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in self.names}
+            terms = {name: chunk.left[name][k] if name in chunk.left else none[name] for name in none}
             self.parts.append((count, {name: [promote(t, dtype) for t in parts] for name, parts in terms.items()}))
 
     def result(self, scale: float) -> SampleSpace:
         zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
-        shapes = dict(self.entries())
+        shapes = dict(zip(self.space.names, self.space.shapes, strict=True))
         return SampleSpace(self.space, Jacobian(self.parts, shapes, zero).stacked(), scale)
 
 
@@ -98,13 +98,12 @@ class ThroughOutputs:
         return self.passes.times(prepare, matrix)
 
     def diagonal(self) -> Tensor:
-        sums = StructureAccumulator(DiagonalStructure(self.space))
+        sums = DiagonalStructure(self.space)
         return collect(self.passes, self.inject, self.seed, sums, diagonal_chunks).diagonal()
 
     @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense(self) -> Tensor:
-        sums = StructureAccumulator(DenseStructure(self.space))
-        return collect(self.passes, self.inject, self.seed, sums).to_dense()
+        return collect(self.passes, self.inject, self.seed, DenseStructure(self.space)).to_dense()
 
     def in_sample_space(self, limit: int) -> Operator | None:
         """The matrix by its rows; None if there are more than `limit`, or the loss has no known root of its Hessian."""

@@ -1,6 +1,6 @@
 """One pass over the data: record every batch, send vectors back from its output, return the terms of every parameter.
 
-A batch gives a bounded number of vectors at a time, as a `Chunk`; `accumulators` add chunks up.
+A batch gives a bounded number of vectors at a time, as a `Chunk`; structures add chunks up.
 """
 
 from __future__ import annotations

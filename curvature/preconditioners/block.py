@@ -5,36 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.linalg import count_recovery, full_precision, stack
-from curvature.structures import FORMS
+from curvature.structures import FORMS, Structure
 from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
+TermsByName = Mapping[str, Sequence[Term]]  # of one vector
 
 OUTLIER_FACTOR = 1e3  # ratio of a trace to that of the running average
 
 SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
 MAX_FAILURES = 3  # consecutive failures of a block that raise
-
-
-class BlockStatistics(Protocol):
-    """Sums over the samples of one or more batches, for one block."""
-
-    samples: float
-
-    def add_(self, other: Any) -> None: ...
-
-    def scale_vectors_(self, times: float) -> None:
-        """Rescale as if the vectors had been `times` as long."""
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        """Tensors that add up over `size` processes, this one being `rank`."""
 
 
 class Block:
@@ -82,31 +69,41 @@ class Block:
         """The blocks that are measured, averaged and inverted separately: itself, unless it has parts."""
         return [self]
 
-    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
-        """What each leaf measures of the terms by parameter: those of the first; empty if they do not fit."""
-        return [(self, terms[self.names[0]])]
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, TermsByName]]:
+        """What each leaf measures of the terms by parameter; empty if they do not fit."""
+        return [(self, {name: terms[name] for name in self.names if terms.get(name)})]
 
-    def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        """Statistics of a batch for a leaf, from its `split_terms`; None if these do not fit.
+    def empty(self, device: torch.device) -> Structure:
+        """What a leaf measures, without any samples."""
+        raise NotImplementedError
+
+    def measure(self, terms: TermsByName, samples: float, rank: int = 0, world_size: int = 1) -> Structure:
+        """What one vector shows of a batch, for a leaf.
 
         Args:
-            samples: number of samples in the batch.
+            terms: from `split_terms`.
+            samples: number of samples in the batch; zero if this is not its first vector.
             rank, world_size: this process, and the number of processes that share the batch.
         """
-        raise NotImplementedError
+        statistics = self.empty(next(iter(terms.values()))[0].device)
+        statistics.counts[0] = samples
+        statistics.estimate(terms, rank, world_size)
+        return statistics
 
     @staticmethod
     def measure_all(
-        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
-    ) -> list[Any]:
+        blocks: Sequence[Any], terms: Sequence[TermsByName], samples: float, rank: int = 0, world_size: int = 1
+    ) -> list[Structure]:
         """`measure` with several blocks of this class, given the terms of each."""
         return [
             block.measure(of_block, samples, rank, world_size) for block, of_block in zip(blocks, terms, strict=True)
         ]
 
-    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        """Statistics of all processes from their all-reduced `sums`."""
-        raise NotImplementedError
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> Structure:
+        """Statistics of all processes from their all-reduced `Structure.sums`."""
+        statistics = self.empty(next(iter(sums.values())).device)
+        statistics.load_sums(sums)
+        return statistics
 
     def means(self, statistics: Any) -> tuple[Any, list[Tensor], list[Tensor]] | None:
         """The matrices of the statistics of a leaf, means over samples; their traces (); sums () of what else has to be

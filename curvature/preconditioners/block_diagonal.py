@@ -19,14 +19,14 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, BlockStatistics, group, relative_changes
+from curvature.preconditioners.block import Block, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
 from curvature.preconditioners.structure_block import StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
-from curvature.structures import Choices, DiagonalStructure
+from curvature.structures import Choices, DiagonalStructure, Structure
 from curvature.terms import (
     Convolution,
     DenseGradients,
@@ -93,9 +93,9 @@ class CurvatureStore:
         """The blocks whose statistics add up over processes."""
         return self.blocks
 
-    def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, BlockStatistics]:
+    def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, Structure]:
         """Statistics of all processes by leaf, from all-reduced sums by names of leaf and sum."""
-        statistics: dict[str, BlockStatistics] = {}
+        statistics: dict[str, Structure] = {}
         for leaf in (leaf for block in self.summed_blocks() for leaf in block.leaves):
             of_leaf = {key: x for (name, key), x in sums.items() if name == leaf.names[0]}
             if of_leaf:
@@ -340,14 +340,12 @@ class BlockDiagonalCurvature(CurvatureStore):
         self._create_blocks(tape, terms, index)
         seen = [block for block in self._of(terms, index) if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms)]
-        measured: dict[int, BlockStatistics | None] = {}
+        measured: dict[int, Structure] = {}
         with full_precision():
             for alike in group([type(leaf) for leaf, _ in split]):
                 leaves, each = zip(*(split[k] for k in alike), strict=True)
                 measured |= zip(alike, leaves[0].measure_all(leaves, each, count, rank, world_size), strict=True)
-        return CurvatureStatistics(
-            {leaf.names[0]: statistics for k, (leaf, _) in enumerate(split) if (statistics := measured[k]) is not None}
-        )
+        return CurvatureStatistics({leaf.names[0]: measured[k] for k, (leaf, _) in enumerate(split)})
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
@@ -382,7 +380,7 @@ class LeafMeans(NamedTuple):
     """What `Block.means` gives of a leaf's statistics."""
 
     leaf: Block
-    statistics: BlockStatistics
+    statistics: Structure
     matrices: Any
     traces: list[Tensor]
     others: list[Tensor]
@@ -495,7 +493,8 @@ class RowRangeBlock(Block):
         by_rows = {(start, stop): of_rows for start, stop, of_rows in row_ranges(terms[self.names[0]])}
         if by_rows.keys() - self.parts.keys():
             return []
-        return [(self.parts[rows], of_rows) for rows, of_rows in by_rows.items()]
+        pairs = [(self.parts[rows], of_rows) for rows, of_rows in by_rows.items()]
+        return [each for part, of_rows in pairs for each in part.split_terms({part.names[0]: of_rows})]
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         solutions = [part.solve([g[slice(*rows)] for g in gradients]) for rows, part in self.parts.items()]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,67 +12,8 @@ from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
 from curvature.preconditioners.block import Due, debiased_weight
 from curvature.preconditioners.kronecker import KroneckerBlock, with_unseen
-from curvature.terms import Term, sum_in_place
-
-Matrices = tuple[kronecker.Matrix, kronecker.Matrix]  # U_B and U_A
-MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
-
-
-def _squares(basis: kronecker.Basis, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
-    """Sum over samples of their squared gradients in a basis, from fewer of many, as in `subsample_samples`."""
-    count = len(terms[0])
-    total = world_size * count
-    stride = 1 if max(term.places for term in terms) == 1 else max(1, min(total // MIN_SAMPLES, count))
-    chosen = slice(-rank * count % stride, None, stride)
-    one_vector = [[term.samples(chosen) for term in terms] if stride > 1 else terms]
-    each = total / max(1, -(-total // stride))
-    weights = torch.full((len(one_vector[0][0]),), each, dtype=basis.scheme.dtype, device=terms[0].device)
-    return basis.products(one_vector, one_vector, weights)
-
-
-@dataclass
-class EigenStatistics(kronecker.KroneckerStatistics):
-    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured."""
-
-    basis: Matrices | None = None  # None if there was none yet
-    squares: Tensor | None = None  # sum of the squared gradients in the basis, (g, o, i)
-    squares_samples: float = 0.0  # number of samples in that sum: those before the first basis do not count
-
-    def add_(self, other: EigenStatistics) -> None:
-        super().add_(other)
-        if self.squares is not None and other.basis is not None:
-            self.squares = self.squares_in(other.basis)
-        if other.squares is not None:
-            self.squares = other.squares if self.squares is None else self.squares.add_(other.squares)
-            self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
-
-    def squares_in(self, basis: Matrices) -> Tensor:
-        """The squares in another basis."""
-        assert self.squares is not None and self.basis is not None
-        is_same = all(known is other for known, other in zip(self.basis, basis, strict=True))
-        return self.squares if is_same else kronecker.carry_diagonal(self.squares, self.basis, basis)
-
-    def scale_vectors_(self, times: float) -> None:
-        super().scale_vectors_(times)
-        self.squares = None if self.squares is None else self.squares * times**2
-
-    def parts(self, blocks: Sequence[Any]) -> list[Any]:
-        parts = super().parts(blocks)
-        if self.squares is not None:
-            for part, block, squares in zip(parts, blocks, self.squares.chunk(len(parts)), strict=True):
-                part.squares, part.basis = squares, block.basis
-        return parts
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        tensors = super().sums(rank, size)
-        if self.squares is not None:
-            tensors |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
-        return tensors
-
-    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
-        super().load_sums(sums)
-        if "squares" in sums:
-            self.squares, self.squares_samples = sums["squares"], float(sums["squares_samples"])
+from curvature.structures import EigenStructure
+from curvature.terms import Term
 
 
 class EigenBlock(KroneckerBlock):
@@ -85,7 +25,6 @@ class EigenBlock(KroneckerBlock):
     """
 
     structure = "eigen"
-    statistics = EigenStatistics
     broadcast_fields = ("inverse", "values", "row_values", "column_values")
     state_fields = (*KroneckerBlock.state_fields, "values", "seen", "row_values", "column_values")
 
@@ -97,18 +36,15 @@ class EigenBlock(KroneckerBlock):
         self.column_values: Tensor | None = None  # (g, i)
 
     @property
-    def basis(self) -> Matrices | None:
+    def basis(self) -> kronecker.Basis | None:
         """That of the last `invert`."""
-        return None if self.inverse is None else (self.inverse.rows, self.inverse.columns)
+        return None if self.inverse is None else self._basis_of(self.inverse.rows, self.inverse.columns)
 
-    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        statistics = super().measure(terms, samples, rank, world_size)
-        if statistics is not None and self.basis is not None:
-            basis = kronecker.Basis(self.scheme, *(matrix.vectors for matrix in self.basis))
-            each = kronecker.by_length(terms)  # those with the same number of samples belong together
-            statistics.squares = sum_in_place(_squares(basis, alike, rank, world_size) for alike in each)
-            statistics.basis, statistics.squares_samples = self.basis, samples
-        return statistics
+    def _basis_of(self, rows: kronecker.Matrix, columns: kronecker.Matrix) -> kronecker.Basis:
+        return kronecker.Basis(self.scheme, rows.vectors, columns.vectors)
+
+    def empty(self, device: torch.device) -> EigenStructure:
+        return EigenStructure(self.space(device), self.scheme, self.basis)
 
     def joint_form(self, terms: Sequence[Term]) -> Any:
         form, inverse = super().joint_form(terms), () if self.inverse is None else self.inverse.form
@@ -121,28 +57,24 @@ class EigenBlock(KroneckerBlock):
         whole.inverse = None if first is None else first.stacked(others)
         return whole
 
-    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        statistics = super().statistics_from(sums)
-        statistics.basis = self.basis
-        return statistics
-
     @property
     def expected_bytes(self) -> int:
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
-    def means(self, statistics: EigenStatistics) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
+    def means(self, statistics: EigenStructure) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
         means = super().means(statistics)
-        return means if means is None or statistics.squares is None else (*means[:2], [statistics.squares.sum()])
+        return means if means is None or statistics.basis is None else (*means[:2], [statistics.trace()])
 
     def update(
-        self, statistics: EigenStatistics, means: kronecker.Product, decay: float, weight: float
+        self, statistics: EigenStructure, means: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
-        count, basis = statistics.squares_samples, self.basis
-        if statistics.squares is not None and self.values is not None and basis is not None and count:
+        basis, count = self.basis, statistics.counts[3]
+        if statistics.basis is not None and basis is not None and self.values is not None and count:
             value_weight = 0.0 if self.was_outlier else debiased_weight(decay, self.seen)
-            self.values = self.values.lerp(self._even_out(statistics.squares_in(basis), basis) / count, value_weight)
+            new = self._even_out(basis.carried(statistics.values, statistics.basis), basis)
+            self.values = self.values.lerp(new / count, value_weight)
             self.is_outdated = not self.seen
             self.seen += 1
         return super().update(statistics, means, decay, weight)
@@ -161,16 +93,16 @@ class EigenBlock(KroneckerBlock):
         turning = [side for b, sides_due in pairs for side, is_due in zip(b.sides, sides_due, strict=True) if is_due]
         bases = iter(kronecker.eigenbases(turning))
         for block, (rows_due, columns_due) in pairs:
-            rows = next(bases) if rows_due else (block.row_values, block.basis[0])
-            columns = next(bases) if columns_due else (block.column_values, block.basis[1])
+            rows = next(bases) if rows_due else (block.row_values, block.inverse.rows)
+            columns = next(bases) if columns_due else (block.column_values, block.inverse.columns)
             tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
             block._turn(rows, columns, *((tiny, block.shares(share)) if damping is None else (damping, (0.0, 0.0))))
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, shares: tuple[float, float]) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            carried = kronecker.carry_diagonal(self.values, self.basis, (rows, columns))
-            self.values = self._even_out(carried, (rows, columns))
+            new = self._basis_of(rows, columns)
+            self.values = self._even_out(new.carried(self.values, self.basis), new)
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
         if not self.seen:
             self.values = b * a
@@ -184,10 +116,10 @@ class EigenBlock(KroneckerBlock):
         inverted = 1 / (values + shift_b * a + shift_a * b + shift_a * shift_b + damping)
         self.inverse = kronecker.EigenInverse(rows, columns, inverted).owned()
 
-    def _even_out(self, values: Tensor, basis: Matrices) -> Tensor:
+    def _even_out(self, values: Tensor, basis: kronecker.Basis) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
-        for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
-            if matrix.vectors is not None and eigenvalues is not None:
+        for dim, eigenvalues, vectors in ((1, self.row_values, basis.rows), (2, self.column_values, basis.columns)):
+            if vectors is not None and eigenvalues is not None:
                 is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))
                 is_null = is_null.unsqueeze(3 - dim)
                 mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)

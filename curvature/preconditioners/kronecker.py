@@ -21,8 +21,9 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import ByDevice
+from curvature.operators import Space
 from curvature.preconditioners.block import Block, Due, group
-from curvature.structures import averaged_sparsity, shrinkage
+from curvature.structures import KroneckerStructure, averaged_sparsity, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
@@ -40,7 +41,6 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "sparsity", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
-    statistics: type[kronecker.KroneckerStatistics] = kronecker.KroneckerStatistics
     sparsity = (0.0, 0.0)  # one over the number of rows that the average of each side rests on
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
     unseen: Tensor | None = None  # of tables: one look-up as a share of all in the average, by side (2,)
@@ -53,7 +53,7 @@ class KroneckerBlock(Block):
         self.inverse: kronecker.KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
-        rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
+        rows, columns = (None if side is None else side.entries for side in (self.row_side, self.column_side))
         inverse = {} if self.inverse is None else self.inverse.state()
         layout = {"scheme": asdict(self.scheme), "row_side": rows, "column_side": columns, "inverse": inverse}
         return super().state() | layout
@@ -87,43 +87,35 @@ class KroneckerBlock(Block):
         )
         return rows, columns
 
-    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        here, measured = self.scheme, self.statistics(self.scheme, samples=samples)
-        try:
-            readings = here.readings(terms)
-        except ValueError:  # read in another form than before
-            return None
-        for reading, parts in readings.items():
-            chosen = kronecker.subsample_samples(parts, here.sharing, rank, world_size)
-            moment, number = here.activations(chosen)
-            measured.activations[reading] = here.side(not reading.flipped, moment), number
-            if samples and reading.one_hot and here.kinds[not reading.flipped].is_diagonal:
-                measured.looked_up = moment.new_zeros(2) if measured.looked_up is None else measured.looked_up
-                measured.looked_up[int(not reading.flipped)] = here.look_ups(chosen, moment, number)
-            measured.backprops[reading] = here.side(reading.flipped, here.backprops([parts]))
-            backprops = kronecker.count_rows(parts, here.sharing)
-            activations = kronecker.count_rows(chosen, here.sharing) if samples else 0  # later vectors bring none
-            counts = (activations, backprops) if reading.flipped else (backprops, activations)
-            measured.rows = measured.rows[0] + counts[0], measured.rows[1] + counts[1]
-        return measured
+    def empty(self, device: torch.device) -> KroneckerStructure:
+        return KroneckerStructure(self.space(device), self.scheme)
+
+    def space(self, device: torch.device) -> Space:
+        """Of the parameters, on a device."""
+        return Space(self.names, self.scheme.arrangement.shapes, self.scheme.dtype, device)
+
+    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
+        fit = all(self.scheme.reading(term) is not None for term in terms[self.names[0]])
+        return super().split_terms(terms) if fit else []  # otherwise it is read in another form than before
 
     @staticmethod
     def measure_all(
-        blocks: Sequence[Any], terms: Sequence[Sequence[Any]], samples: float, rank: int = 0, world_size: int = 1
+        blocks: Sequence[Any], terms: Sequence[Any], samples: float, rank: int = 0, world_size: int = 1
     ) -> list[Any]:
         """Small blocks of one layout are measured as the groups of one."""
         measured: dict[int, Any] = {}
-        for alike in group([block.joint_form(of_block) for block, of_block in zip(blocks, terms, strict=True)]):
+        of_weights = [of_block[block.names[0]] for block, of_block in zip(blocks, terms, strict=True)]
+        for alike in group([block.joint_form(parts) for block, parts in zip(blocks, of_weights, strict=True)]):
             if len(alike) == 1:
                 measured[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
                 continue
-            alike_blocks = [blocks[k] for k in alike]
-            joint, first = alike_blocks[0].joined(alike_blocks), terms[alike[0]][0]
-            a, b = (torch.cat([getattr(terms[k][0], side) for k in alike], 2) for side in "ab")
+            alike_blocks, first = [blocks[k] for k in alike], of_weights[alike[0]][0]
+            joint = alike_blocks[0].joined(alike_blocks)
+            a, b = (torch.cat([getattr(of_weights[k][0], side) for k in alike], 2) for side in "ab")
             term = OuterProduct(a, b, joint.scheme.arrangement.shapes[0], independent=first.independent)
-            whole = joint.measure([term], samples, rank, world_size)
-            parts = [None] * len(alike) if whole is None else whole.parts(alike_blocks)
-            measured |= dict(zip(alike, parts, strict=True))
+            parts = [block.empty(first.device) for block in alike_blocks]
+            joint.measure({joint.names[0]: [term]}, samples, rank, world_size).split(parts)
+            measured |= zip(alike, parts, strict=True)
         return [measured[k] for k in range(len(blocks))]
 
     @property
@@ -147,14 +139,7 @@ class KroneckerBlock(Block):
         """A block without statistics whose groups are those of several blocks of one layout."""
         first = blocks[0]
         arrangement = first.scheme.arrangement.repeated(len(blocks))
-        return type(first)(
-            [name for block in blocks for name in block.names], replace(first.scheme, arrangement=arrangement)
-        )
-
-    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        statistics = self.statistics(self.scheme)
-        statistics.load_sums(sums)
-        return statistics
+        return type(first)(first.names, replace(first.scheme, arrangement=arrangement))
 
     def empty_like(self) -> Block:
         new = type(self)(self.names, self.scheme)
@@ -166,9 +151,9 @@ class KroneckerBlock(Block):
         self._load_inverse(results["inverse"])
 
     def means(self, statistics: Any) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
-        if not statistics.samples or not statistics.backprops:
+        if not statistics.counts[0] or not statistics.tensors:
             return None
-        means = statistics.factors(1 / statistics.samples)
+        means = statistics.scaled(1 / statistics.counts[0]).factors()
         return means, [side.diagonal().sum() for side in means], []
 
     def update(
@@ -177,13 +162,13 @@ class KroneckerBlock(Block):
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
         now = [side.averaged(last, weight) for side, last in zip(means, old, strict=True)]
         self.row_side, self.column_side = now
-        if (number := statistics.looked_up) is not None:
+        if (number := statistics.tensors.get("looked_up")) is not None:
             share = torch.where(number > 0, weight / number, 0)
             before = share if self.unseen is None else self.unseen
             self.unseen = torch.where(number > 0, before.lerp(share, weight), before)
         of_outputs, of_inputs = (
             averaged_sparsity(before, weight, count)
-            for before, count in zip(self.sparsity, statistics.rows, strict=True)
+            for before, count in zip(self.sparsity, statistics.counts[1:3], strict=True)
         )
         self.sparsity = of_outputs, of_inputs
         self.updates += 1

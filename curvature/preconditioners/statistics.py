@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.preconditioners.block import BlockStatistics
+from curvature.structures import Structure
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CurvatureStatistics:
             vectors; of each block alone by its first parameter, of all together by "".
     """
 
-    blocks: dict[str, BlockStatistics] = field(default_factory=dict)
+    blocks: dict[str, Structure] = field(default_factory=dict)
     rows: RowStatistics | None = None
     along: dict[str, Tensor] = field(default_factory=dict)
 
@@ -86,8 +86,7 @@ class CurvatureStatistics:
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
-        for block in self.blocks.values():
-            block.scale_vectors_(times)
+        self.blocks = {name: block.scaled(times**2) for name, block in self.blocks.items()}
         if self.rows is not None:
             self.rows.times *= times
         self.along = {name: times**2 * square for name, square in self.along.items()}

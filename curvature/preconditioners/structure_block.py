@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,31 +12,7 @@ from torch import Tensor
 from curvature.kronecker import nonzero_or_one
 from curvature.operators import Diagonal, Operator, Space
 from curvature.preconditioners.block import STRUCTURES, Block, Due
-from curvature.structures import FORMS, Chunk, Structure, averaged_sparsity, shrinkage
-from curvature.terms import Term, promote
-
-COUNTS = "samples, rows"  # the name of a sum beside those of the structure
-
-
-@dataclass
-class StructureStatistics:
-    """The sum of a structure over samples."""
-
-    total: Structure
-    samples: float
-    rows: float = 0.0  # gradients of samples that it is a sum of
-
-    def add_(self, other: StructureStatistics) -> None:
-        self.samples += other.samples
-        self.rows += other.rows
-        self.total.add_(other.total)
-
-    def scale_vectors_(self, times: float) -> None:
-        self.total = self.total.scaled(times**2)
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        new = next(iter(self.total.tensors.values())).new_tensor
-        return {**self.total.tensors, COUNTS: new([self.samples, self.rows])}
+from curvature.structures import FORMS, Structure, averaged_sparsity, shrinkage
 
 
 class StructureBlock(Block):
@@ -70,37 +45,20 @@ class StructureBlock(Block):
         """Of the parameters, on a device."""
         return Space(self.names, tuple(self.shapes.values()), self.dtype, device)
 
-    def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
-        return [(self, {name: terms[name] for name in self.names if terms.get(name)})]
+    def empty(self, device: torch.device) -> Structure:
+        return self.kind(self.space(device))
 
-    def measure(self, terms: Any, samples: float, rank: int = 0, world_size: int = 1) -> StructureStatistics:
-        """Terms with the same number of samples belong together."""
-        first = next(iter(terms.values()))[0]
-        statistics = StructureStatistics(self.kind(self.space(first.device)), samples)
-        for count in dict.fromkeys(len(term) for parts in terms.values() for term in parts):
-            alike = {name: [promote(t, self.dtype) for t in parts if len(t) == count] for name, parts in terms.items()}
-            vectors = {name: [parts] for name, parts in alike.items() if parts}
-            weights = torch.ones(count, dtype=self.dtype, device=first.device)
-            statistics.total.add(Chunk(None, 1, vectors, vectors, weights, True, {}, None))
-            statistics.rows += count
-        return statistics
-
-    def statistics_from(self, sums: Mapping[str, Tensor]) -> StructureStatistics:
-        samples, rows = sums[COUNTS].tolist()
-        tensors = {name: x for name, x in sums.items() if name != COUNTS}
-        return StructureStatistics(self.kind(self.space(sums[COUNTS].device), tensors), samples, rows)
-
-    def means(self, statistics: StructureStatistics) -> tuple[Structure, list[Tensor], list[Tensor]] | None:
-        if not statistics.samples or not statistics.total.tensors:
+    def means(self, statistics: Structure) -> tuple[Structure, list[Tensor], list[Tensor]] | None:
+        if not statistics.counts[0] or not statistics.tensors:
             return None
-        mean = statistics.total.scaled(1 / statistics.samples)
+        mean = statistics.scaled(1 / statistics.counts[0])
         return mean, [mean.trace()], []
 
     def update(
-        self, statistics: StructureStatistics, means: Structure, decay: float, weight: float
+        self, statistics: Structure, means: Structure, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         old, self.average = self.average, means.averaged(self.average, weight)
-        self.sparsity = averaged_sparsity(self.sparsity, weight, statistics.rows)
+        self.sparsity = averaged_sparsity(self.sparsity, weight, statistics.counts[1])
         self.updates += 1
         return [] if old is None else [(old.flat(), self.average.flat())]
 

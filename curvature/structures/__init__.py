@@ -8,9 +8,20 @@ an operator, and its damped inverse. `Choices` are those that a caller has made 
 from curvature.structures.choices import Choice, Choices
 from curvature.structures.dense import DenseStructure
 from curvature.structures.diagonal import DiagonalStructure
-from curvature.structures.structure import FORMS, Chunk, Structure, Vectors, averaged_sparsity, rows_of, shrinkage
+from curvature.structures.eigen import EigenStructure
+from curvature.structures.kronecker import KroneckerStructure
+from curvature.structures.structure import (
+    FORMS,
+    Accumulator,
+    Chunk,
+    Structure,
+    Vectors,
+    averaged_sparsity,
+    rows_of,
+    shrinkage,
+)
 
 __all__ = [
-    "FORMS", "Choice", "Choices", "Chunk", "DenseStructure", "DiagonalStructure", "Structure", "Vectors",
-    "averaged_sparsity", "rows_of", "shrinkage",
+    "FORMS", "Accumulator", "Choice", "Choices", "Chunk", "DenseStructure", "DiagonalStructure", "EigenStructure",
+    "KroneckerStructure", "Structure", "Vectors", "averaged_sparsity", "rows_of", "shrinkage",
 ]  # fmt: skip

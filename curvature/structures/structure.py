@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvature.operators import Operator, Space
 from curvature.recording import Tape
-from curvature.terms import Term, TermsByVector, gradients
+from curvature.terms import Term, TermsByVector, gradients, promote
 
 # Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
 # times its size over the number of rows is added, in its mean eigenvalues
 SHRINKAGE = 3.0
+COUNTS = "counts"  # the name of a sum over processes, beside those of the numbers
 
 Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that were sent back
 Kind = TypeVar("Kind", bound="Structure")
@@ -73,7 +75,22 @@ def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Te
     return torch.cat([flat(terms[name]) if name in terms else zeros(size) for name, size in parts], 1)
 
 
-class Structure(ABC):
+class Accumulator(ABC):
+    """A sum over data, over a space of parameters, from which a matrix is made."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> None:
+        """Add what vectors have brought that were sent back."""
+
+    @abstractmethod
+    def result(self, scale: float) -> Any:
+        """The matrix, times a number; the sum is used up."""
+
+
+class Structure(Accumulator):
     """What stands for the curvature of one block of parameters, ``sum_n weights[n] sum_k u_kn w_kn^T``.
 
     It works in builders, as ``kfac(..., structure={"head": Mine})``, which sum it over data, and in optimizers, as
@@ -85,6 +102,7 @@ class Structure(ABC):
         name: of the class, in reports and checkpoints.
         space: names, shapes, dtype and device of the parameters.
         tensors: the numbers; none before the first `add`.
+        counts: how many samples an optimizer has added, and how many of their gradients; builders count none.
     """
 
     name: ClassVar[str]
@@ -97,12 +115,28 @@ class Structure(ABC):
             FORMS[cls.name] = cls  # the newer, if a notebook defines it again
 
     def __init__(self, space: Space, tensors: Mapping[str, Tensor] | None = None) -> None:
-        self.space = space
+        super().__init__(space)
         self.tensors: dict[str, Tensor] = dict(tensors or {})
+        self.counts = [0.0, 0.0]
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
         """Add what vectors have brought that were sent back, by `add_to`: `Chunk.rows` times `Chunk.weights`."""
+
+    def estimate(self, terms: Mapping[str, Sequence[Term]], rank: int, world_size: int) -> None:
+        """Add what one vector has brought to an optimizer, perhaps of fewer of many samples.
+
+        Args:
+            terms: by parameter; those with the same number of samples belong together.
+            rank, world_size: this process, and the number of processes that share the batch.
+        """
+        dtype = self.space.dtype
+        for count in dict.fromkeys(len(term) for parts in terms.values() for term in parts):
+            alike = {name: [promote(t, dtype) for t in parts if len(t) == count] for name, parts in terms.items()}
+            vectors = {name: [parts] for name, parts in alike.items() if parts}
+            weights = torch.ones(count, dtype=dtype, device=self.space.device)
+            self.add(Chunk(None, 1, vectors, vectors, weights, True, {}, None))
+            self.counts[1] += count
 
     @abstractmethod
     def operator(self) -> Operator:
@@ -142,15 +176,16 @@ class Structure(ABC):
         """Add another sum, which must not be used any more."""
         for name, value in other.tensors.items():
             self.add_to(name, value)
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
 
     def scaled(self: Kind, factor: float) -> Kind:
         """Times a number."""
-        return type(self)(self.space, {name: x * factor for name, x in self.tensors.items()})
+        new = copy.copy(self)
+        new.tensors = {name: x * factor for name, x in self.tensors.items()}
+        return new
 
-    def scale_(self, factor: float) -> None:
-        """`scaled`, in place."""
-        if self.tensors:
-            torch._foreach_mul_(list(self.tensors.values()), factor)
+    def result(self, scale: float) -> Operator:
+        return self.scaled(scale).operator()
 
     def averaged(self: Kind, old: Kind | None, weight: float) -> Kind:
         """``(1 - weight) old + weight self``; without an old one this one."""
@@ -162,6 +197,15 @@ class Structure(ABC):
         """All numbers, one after the other: to compare two."""
         every = [x.flatten() for x in self.tensors.values()]
         return every[0] if len(every) == 1 else torch.cat(every)
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        """Tensors that add up over `size` processes, this one being `rank`."""
+        return {**self.tensors, COUNTS: next(iter(self.tensors.values())).new_tensor(self.counts)}
+
+    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Fill an empty one with the all-reduced `sums`."""
+        self.tensors = {name: x for name, x in sums.items() if name != COUNTS}
+        self.counts = sums[COUNTS].tolist()
 
 
 FORMS: dict[str, type[Structure]] = {}  # by name

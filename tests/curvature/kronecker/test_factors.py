@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature.kronecker import factors
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme
-from curvature.kronecker.statistics import divisor, merge_products
+from curvature.kronecker.factors import Affine, Reading, Scheme
+from curvature.kronecker.sides import Product, merge_products
 from curvature.linalg import ByDevice
 from curvature.terms import OuterProduct
 from support.cases.case import Raw
@@ -83,7 +83,7 @@ def test_tables(name: str, sharing: str):
 def product_of(scheme: Scheme, reading: Reading, terms: Sequence[Affine], weights: Tensor | None = None) -> Product:
     moment, number = scheme.activations(terms)
     backprops = scheme.side(reading.flipped, scheme.backprops([terms], weights=weights))
-    activations = scheme.side(not reading.flipped, moment).scaled(1 / divisor(number, moment))
+    activations = scheme.side(not reading.flipped, moment).scaled(1 / torch.as_tensor(number).clamp(min=1))
     return (activations, backprops) if reading.flipped else (backprops, activations)
 
 

@@ -1,6 +1,7 @@
 """Forms of storage: one that is a class and nothing else; sides kept as triangles, the same in less memory."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import curvature.kronecker.sides
 from curvature.kronecker import Side
 from curvature.kronecker.applied import DiagonalMatrix, Matrix
-from curvature.kronecker.sides import PACKED_MIN_SIDE, DenseSide, PackedSide
+from curvature.kronecker.sides import PACKED_MIN_SIDE, STORAGES, DenseSide, PackedSide, storage_of
 from curvature.linalg import ByDevice
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw
@@ -193,9 +194,11 @@ def blocks_of(side: Tensor, cut: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(("d", "blocks"), [(2, (2,)), (4, (2, 2)), (LARGE, (LARGE,))])
 def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
     matrix = symmetric(2, d)
-    side = DenseSide.of(matrix, blocks)
+    kind = STORAGES[storage_of(blocks, 2048, False, True)]
+    side = kind.of(matrix, blocks)
     assert type(side) is (DenseSide if blocks == (2,) else PackedSide)
-    assert side.entries.numel() + 2 * d**2 == DenseSide.most_entries(2, blocks) and side.sizes == blocks
+    assert storage_of(blocks, math.inf, False, True) == "dense"  # of sums over data
+    assert side.entries.numel() + 2 * d**2 == kind.most_entries(2, blocks) and side.sizes == blocks
     assert torch.equal(side.dense(), torch.stack([torch.block_diag(*blocks_of(own, blocks)) for own in matrix]))
 
 

@@ -74,8 +74,8 @@ def test_eigenbases_are_those_of_the_blocks(name: str):
     assert block.structure == "eigen"
     invert([block], 0.0, 0.1)
     for side, values, basis in (
-        (rows, block.row_values, block.basis[0].entries),
-        (columns, block.column_values, block.basis[1].entries),
+        (rows, block.row_values, block.basis.rows),
+        (columns, block.column_values, block.basis.columns),
     ):
         close(basis.mT @ side @ basis, full(values))
         assert not basis[by_hand(torch.ones_like(side), 2, side is columns and len(block.names) > 1) == 0].any()
