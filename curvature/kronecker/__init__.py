@@ -6,22 +6,28 @@ products, a type for each form of storage (`Side`); squares of per-sample gradie
 products (`invert_kronecker_sums`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.applied import EigenInverse, KroneckerInverse, LowRankMatrix, Matrix, inverse_of_state
+from curvature.kronecker.applied import (
+    EigenInverse,
+    KroneckerInverse,
+    LowRankMatrix,
+    Matrix,
+    inverse_of_state,
+    two_sided,
+)
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, by_length, count_rows, subsample_samples
 from curvature.kronecker.inverses import (
-    KroneckerSumInverse,
     Pair,
     eigen_inverses,
     eigenbases,
     factored_inverses,
     invert_kronecker_sums,
 )
-from curvature.kronecker.sides import DiagonalSide, Product, Side, merge_products, nonzero_or_one
+from curvature.kronecker.sides import DenseSide, DiagonalSide, Product, Side, merge_products, nonzero_or_one
 
 __all__ = [
-    "Affine", "Basis", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerSumInverse", "LowRankMatrix",
+    "Affine", "Basis", "DenseSide", "DiagonalSide", "EigenInverse", "KroneckerInverse", "LowRankMatrix",
     "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "by_length", "count_rows",
     "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state", "invert_kronecker_sums", "merge_products",
-    "nonzero_or_one", "subsample_samples",
+    "nonzero_or_one", "subsample_samples", "two_sided",
 ]  # fmt: skip

@@ -228,7 +228,7 @@ class KroneckerInverse:
 
 @dataclass(frozen=True, eq=False)
 class EigenInverse(KroneckerInverse):
-    """``rows ((rows^T X columns) * values) columns^T`` in an orthogonal basis."""
+    """``rows ((rows^T X columns) * values) columns^T``, in an orthogonal basis if the inverse is of one product."""
 
     values: Tensor
 
@@ -272,6 +272,12 @@ def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
     made = lambda kinds, kind, **fields: kinds[kind](**fields)
     parts = {key: made(MATRICES, **x) if isinstance(x, Mapping) else x for key, x in state.items()}
     return cast("KroneckerInverse", made(INVERSES, **parts))
+
+
+def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
+    """``left @ x @ right`` for x (*batch, g, o, i); matrices are (g, d, d), or None for the identity."""
+    x = x if left is None else matmul(left, x)
+    return x if right is None else matmul(x, right)
 
 
 def ranges(blocks: Sequence[int]) -> Iterator[slice]:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvature.kronecker.applied import two_sided
 from curvature.kronecker.factors import Scheme
 from curvature.linalg import matmul
-from curvature.operators import two_sided
 from curvature.terms import (
     Convolution,
     DenseGradients,

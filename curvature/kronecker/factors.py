@@ -119,7 +119,7 @@ class Scheme:
         rows, columns = (storage_of(scheme.block_sizes(k), largest, k in one_hot, is_plain) for k in (0, 1))
         return replace(scheme, storage=(rows, columns))
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[type[Side], type[Side]]:
         """The types of the side of the outputs, and of that of the inputs."""
         return STORAGES[self.storage[0]], STORAGES[self.storage[1]]

@@ -9,7 +9,6 @@ Indices: g group, i input, o output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -197,28 +196,15 @@ def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
     return torch.where(values > least, 1 / values, 0.0)
 
 
-@dataclass(frozen=True)
-class KroneckerSumInverse:
-    """The inverse ``X -> rows ((rows^T X columns) / values) columns^T`` of a damped sum, on matrices (o, i)."""
-
-    rows: Tensor
-    columns: Tensor
-    values: Tensor
-
-    def solve(self, x: Tensor) -> Tensor:
-        """The solution (o, i) for a right-hand side (o, i)."""
-        inner = linalg.matmul(linalg.matmul(self.rows.mT, x), self.columns) / self.values
-        return linalg.matmul(linalg.matmul(self.rows, inner), self.columns.mT)
-
-
-def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[KroneckerSumInverse]:
+def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[applied.EigenInverse]:
     """``sum_k kron(B_k + e_k / c_k I, A_k + e_k c_k I)`` for each sum of K products, with ``e_k^2 = damping / K``.
 
     c_k^2 is the ratio of the mean eigenvalues of A_k and B_k (factored damping, arXiv:1503.05671, section 6.3). No
     eigenvalue of the sum is below `damping`. e_k c_k and e_k / c_k are no less than the rounding of A_k and B_k.
 
-    One or two products are solved exactly. Of three or more, all but the one with the largest trace are merged into
-    one of the same trace (`merge_products`). Small sides of all sums are decomposed together.
+    The inverses are in bases that are not orthogonal. One or two products are solved exactly. Of three or more, all but
+    the one with the largest trace are merged into one of the same trace (`merge_products`). Small sides of all sums are
+    decomposed together.
 
     Args:
         sums: of pairs B (o, o) and A (i, i), at least one, with traces above zero.
@@ -235,7 +221,8 @@ def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> lis
         values = first * t[:, None] * s
         for _, mean in second:
             values = values + mean * (1 - t)[:, None] * (1 - s)
-        inverses.append(KroneckerSumInverse(rows, columns, values))
+        bases_of_sum = applied.DenseMatrix(rows[None]), applied.DenseMatrix(columns[None])
+        inverses.append(applied.EigenInverse(*bases_of_sum, 1 / values[None]))
     return inverses
 
 

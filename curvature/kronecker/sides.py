@@ -100,10 +100,6 @@ class Side:
         """The groups of this side and of others of its form, one after the other."""
         return self.with_entries(torch.cat([self.entries, *(side.entries for side in others)])) if others else self
 
-    def parts(self: Kind, count: int) -> list[Kind]:
-        """The groups in as many equal parts."""
-        return [self.with_entries(part) for part in self.entries.chunk(count)]
-
     def scaled(self: Kind, factor: float | Tensor) -> Kind:
         """Times a number, or one for each group (g,)."""
         return self.with_entries(self.entries * for_groups(factor, self.entries))
@@ -128,6 +124,14 @@ class Side:
     def lower(self) -> Tensor:
         """The same without a promise of what is above the diagonal."""
         return self.dense()
+
+    def left(self, x: Tensor) -> Tensor:
+        """The product with x (*batch, g, d, i) from the left."""
+        return matmul(self.dense(), x)
+
+    def right(self, x: Tensor) -> Tensor:
+        """The product with x (*batch, g, o, d) from the right."""
+        return matmul(x, self.dense())
 
     def mean_eigenvalue(self) -> Tensor:
         """Of each group (g,), nonzero."""
@@ -178,6 +182,12 @@ class DiagonalSide(Side):
 
     def dense(self) -> Tensor:
         return torch.diag_embed(self.entries)
+
+    def left(self, x: Tensor) -> Tensor:
+        return self.entries[..., None] * x
+
+    def right(self, x: Tensor) -> Tensor:
+        return x * self.entries[:, None, :]
 
     def inverse(self, share: float) -> Matrix:
         return DiagonalMatrix(1 / (self.entries + share * self.mean_eigenvalue()[:, None]))

@@ -61,8 +61,8 @@ class LayersAccumulator(Accumulator):
         zeros = [DiagonalStructure(space) for space in unread]
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
-    def within(self, factors: BlockDiagonal) -> LayersAccumulator:
-        """An accumulator for the second pass alone, given what the first has found; ValueError if it does not fit."""
+    def refine(self, factors: BlockDiagonal) -> LayersAccumulator:
+        """An accumulator for the second pass, given the result of the first; ValueError if it does not fit."""
         if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
             raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
 
@@ -73,12 +73,6 @@ class LayersAccumulator(Accumulator):
             return refine(self.make(names, chunk), block)
 
         return LayersAccumulator(self.space, make, self.alone)
-
-    def refine(self, block: BlockDiagonal) -> LayersAccumulator:
-        again = LayersAccumulator(self.space, self.make, self.alone)
-        again.waiting = list(self.waiting)
-        again.parts = {names: refine(part, block.blocks[names[0]]) for names, part in self.parts.items()}
-        return again
 
 
 class RowRangeAccumulator(Accumulator):

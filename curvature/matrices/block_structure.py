@@ -139,15 +139,15 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
     if apart[0].terms is terms:
         return None
     parts: dict[Range, Accumulator] = {}
-    rows = 0
-    for piece in apart:
-        if piece.start > rows:  # never read
-            parts[rows, piece.start] = DiagonalStructure(_rows(space, rows, piece.start))
-        rows_space = _rows(space, piece.start, rows := piece.stop)
-        scheme = Scheme.of(piece.terms, rows_space.shapes, space.dtype, sharing)
-        parts[piece.start, rows] = _exact(rows_space) if scheme is None else KroneckerStructure(rows_space, scheme)
-    if rows < (end := space.shapes[0][0]):
-        parts[rows, end] = DiagonalStructure(_rows(space, rows, end))
+    rows, end = 0, space.shapes[0][0]
+    for start, stop, of_rows in [*apart, (end, end, ())]:
+        if start > rows:  # never read
+            parts[rows, start] = DiagonalStructure(_rows(space, rows, start))
+        if of_rows:
+            part = _rows(space, start, stop)
+            scheme = Scheme.of(of_rows, part.shapes, space.dtype, sharing)
+            parts[start, stop] = _exact(part) if scheme is None else KroneckerStructure(part, scheme)
+        rows = stop
     has_factors = any(isinstance(part, KroneckerStructure) for part in parts.values())
     return RowRangeAccumulator(space, parts) if has_factors else None
 

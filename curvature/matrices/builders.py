@@ -282,5 +282,5 @@ def ekfac(
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     passes, seed = Repeated(source, inject), seed_of(generator)
     sums = by_layers(source.space, "kronecker", sharing, structure)
-    again = sums.refine(collect(passes, inject, seed, sums)) if factors is None else sums.within(factors)
+    again = sums.refine(collect(passes, inject, seed, sums) if factors is None else factors)
     return collect(passes, inject, seed, again)

@@ -10,7 +10,7 @@ from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Curvature, Diagonal, RowBlocks, as_operator
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.estimators import Estimate, xdiag, xtrace
-from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
+from curvature.operators.kronecker import EigenKronecker, Kronecker
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
@@ -30,5 +30,5 @@ __all__ = [
     "MatrixFree", "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum",
     "Tridiagonal", "as_operator", "blocks_of", "conjugate_gradient", "flat_parameters", "in_memory", "lanczos",
     "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
-    "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag", "xtrace",
+    "spectral_density", "truncated_conjugate_gradient", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from curvature import linalg
+from curvature.kronecker import DenseSide, DiagonalSide, Product, Side, two_sided
 from curvature.operators.base import Operator
 from curvature.operators.space import Space, require_dense_size
 from curvature.terms import AffineLayout
-
-
-def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
-    """``left @ x @ right`` for x (*batch, g, o, i); a side is (g, d, d), its diagonal (g, d), or None for identity."""
-    if left is not None:
-        x = left[..., None] * x if left.ndim == 2 else linalg.matmul(left, x)
-    if right is not None:
-        x = x * right[:, None, :] if right.ndim == 2 else linalg.matmul(x, right)
-    return x
 
 
 class LayerOperator(Operator):
@@ -43,13 +35,6 @@ class LayerOperator(Operator):
         """g, o and i."""
         return self.arrangement.sides
 
-    def _side(self, matrix: Tensor, what: str, size: int, is_symmetric: bool) -> Tensor:
-        """Check a factor (g, size, size), or (g, size) if it is diagonal."""
-        if matrix.ndim == 2:
-            return self.space.kept(matrix, (self.sides[0], size), what)
-        matrix = self.space.kept(matrix, (self.sides[0], size, size), what)
-        return matrix if is_symmetric else linalg.symmetrize(matrix, what)
-
     def _to_matrices(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
         parts = zip(V.T.split(self.space.sizes, 1), self.space.shapes, strict=True)
@@ -59,11 +44,10 @@ class LayerOperator(Operator):
         """The inverse of `_to_matrices`."""
         return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
-    def _describe(self, **matrices: Tensor | None) -> list[str]:
-        """The number of groups, if there are several, and the form of each of these matrices."""
-        form = lambda x: "identity" if x is None else "diagonal" if x.ndim == 2 else f"{x.shape[1]} x {x.shape[1]}"
+    def _describe(self, **forms: str) -> list[str]:
+        """The number of groups, if there are several, and the forms of matrices by name."""
         number = [f"{self.sides[0]} groups"] if self.sides[0] > 1 else []
-        return [*number, *(f"{name} {form(matrix)}" for name, matrix in matrices.items())]
+        return [*number, *(f"{name} {form}" for name, form in forms.items())]
 
 
 class EigenKronecker(LayerOperator):
@@ -173,7 +157,8 @@ class EigenKronecker(LayerOperator):
         return self._with(self.values + linalg.require_finite(damping), self.rounding)
 
     def _details(self) -> list[str]:
-        return self._describe(rows=self.row_vectors, columns=self.column_vectors)
+        form = lambda x: "identity" if x is None else f"{x.shape[1]} x {x.shape[1]}"
+        return self._describe(rows=form(self.row_vectors), columns=form(self.column_vectors))
 
 
 class Kronecker(LayerOperator):
@@ -201,48 +186,58 @@ class Kronecker(LayerOperator):
     ) -> None:
         super().__init__(space, arrangement)
         _, outputs, inputs = self.sides
-        self.rows = self._side(rows, "rows", outputs, is_symmetric)
-        self.columns = self._side(columns, "columns", inputs, is_symmetric)
+        sides = self._side(rows, "rows", outputs, is_symmetric), self._side(columns, "columns", inputs, is_symmetric)
+        self.factors: Product = sides
         self._inverse: Kronecker | None = None
 
-    @property
-    def A(self) -> Tensor:
-        """The factor of the activations, `columns`."""
-        return self.columns
+    def _side(self, matrix: Tensor, what: str, size: int, is_symmetric: bool) -> Side:
+        """A factor (g, size, size), or (g, size) if it is diagonal, which is checked."""
+        if matrix.ndim == 2:
+            return DiagonalSide(self.space.kept(matrix, (self.sides[0], size), what))
+        matrix = self.space.kept(matrix, (self.sides[0], size, size), what)
+        return DenseSide(matrix if is_symmetric else linalg.symmetrize(matrix, what))
 
     @property
-    def B(self) -> Tensor:
-        """The factor of the backprops, `rows`."""
-        return self.rows
+    def rows(self) -> Tensor:
+        """B, the factor of the backprops."""
+        return self.factors[0].entries
+
+    @property
+    def columns(self) -> Tensor:
+        """A, the factor of the activations."""
+        return self.factors[1].entries
+
+    A, B = columns, rows
 
     @cached_property
     def eigen(self) -> EigenKronecker:
         """The same matrix in its eigenbasis, which is computed at first use."""
-        row_values, row_rounding, row_vectors = _eigendecompose(self.rows)
-        values, rounding, vectors = _eigendecompose(self.columns)
+        (row_values, row_rounding, row_vectors), (values, rounding, vectors) = map(_eigendecompose, self.factors)
         products = row_values[:, :, None] * values[:, None, :]
         # The rounding of each factor times the values of the other, far less than that of the largest product.
         unsure = row_rounding[:, :, None] * values.abs()[:, None, :] + row_values.abs()[:, :, None] * rounding[:, None]
         return EigenKronecker(self.space, self.arrangement, row_vectors, vectors, products, unsure)
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._to_columns(two_sided(self.rows, self._to_matrices(V), self.columns))
+        rows, columns = self.factors
+        return self._to_columns(columns.right(rows.left(self._to_matrices(V))))
 
     def to_dense(self) -> Tensor:
         require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         (places,) = self._to_matrices(torch.arange(self.space.size, device=self.space.device)[:, None])
         for group, where in enumerate(places.flatten(1)):
-            B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
+            B, A = (side.dense()[group] for side in self.factors)
             dense[where[:, None], where] = torch.kron(B.contiguous(), A.contiguous())
         return dense
 
     def diagonal(self) -> Tensor:
-        rows, columns = _diagonal(self.rows), _diagonal(self.columns)
+        rows, columns = (side.diagonal() for side in self.factors)
         return self._to_columns((rows[:, :, None] * columns[:, None, :])[None])[:, 0]
 
     def trace(self) -> Tensor:
-        return (_diagonal(self.rows).sum(1) * _diagonal(self.columns).sum(1)).sum()
+        rows, columns = (side.diagonal().sum(1) for side in self.factors)
+        return (rows * columns).sum()
 
     def frobenius_norm(self) -> Tensor:
         return (self.rows.flatten(1).norm(dim=1) * self.columns.flatten(1).norm(dim=1)).norm()
@@ -253,7 +248,7 @@ class Kronecker(LayerOperator):
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
         if self._inverse is None and "eigen" not in vars(self):
-            rows, columns = map(_invert, (self.rows, self.columns))
+            rows, columns = map(_invert, self.factors)
             if rows is not None and columns is not None:
                 self._inverse = Kronecker(self.space, self.arrangement, rows, columns, is_symmetric=True)
         return self._inverse
@@ -287,41 +282,39 @@ class Kronecker(LayerOperator):
         """
         if not damping >= 0:
             raise ValueError(f"a damping in factors cannot be negative, found {damping}")
-        means = [_diagonal(side).mean(1) for side in (self.columns, self.rows)]
-        positive = (means[0] > 0) & (means[1] > 0)
-        pi = torch.where(positive, means[0] / means[1], torch.ones_like(means[0])).sqrt()[:, None]
-        rows = _shift_diagonal(self.rows, damping**0.5 / pi)
-        return Kronecker(self.space, self.arrangement, rows, _shift_diagonal(self.columns, damping**0.5 * pi))
+        rows, columns = self.factors
+        b, a = (side.diagonal().mean(1) for side in self.factors)
+        pi = torch.where((a > 0) & (b > 0), a / b, torch.ones_like(a)).sqrt()
+        shifted = _shifted(rows, damping**0.5 / pi), _shifted(columns, damping**0.5 * pi)
+        return Kronecker(self.space, self.arrangement, *shifted)
 
     def _details(self) -> list[str]:
-        return self._describe(B=self.rows, A=self.columns)
+        rows, columns = ("diagonal" if side.is_diagonal else f"{side.size} x {side.size}" for side in self.factors)
+        return self._describe(B=rows, A=columns)
 
 
-def _diagonal(side: Tensor) -> Tensor:
-    """The diagonal (g, d) of a factor."""
-    return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
+def _shifted(side: Side, shift: Tensor) -> Tensor:
+    """The entries with a number (g,) of each group added to the diagonal."""
+    new = side.with_entries(side.entries.clone())
+    new.diagonal().add_(shift[:, None])
+    return new.entries
 
 
-def _shift_diagonal(side: Tensor, shift: Tensor) -> Tensor:
-    """Add (g, 1) to the diagonal of a factor."""
-    return side + (shift if side.ndim == 2 else shift.expand(side.shape[:2]).diag_embed())
-
-
-def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eigendecompose(side: Side) -> tuple[Tensor, Tensor, Tensor | None]:
     """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None if the factor is diagonal."""
-    if side.ndim == 2:
-        return side, torch.zeros_like(side), None
-    values, vectors = linalg.symmetric_eigh(side)
+    if side.is_diagonal:
+        return side.entries, torch.zeros_like(side.entries), None
+    values, vectors = linalg.symmetric_eigh(side.entries)
     rounding = linalg.eigenvalue_rounding(values.abs().amax(1, keepdim=True)).expand(values.shape)
     return values, rounding, vectors
 
 
 @linalg.full_precision()
-def _invert(side: Tensor) -> Tensor | None:
+def _invert(side: Side) -> Tensor | None:
     """The inverse of a factor; None if it may not be positive definite to working precision."""
-    if side.ndim == 2:
-        return 1 / side if bool((side > 0).all()) else None
-    inverse, ok = linalg.try_spd_inverse(side)
+    if side.is_diagonal:
+        return 1 / side.entries if bool((side.entries > 0).all()) else None
+    inverse, ok = linalg.try_spd_inverse(side.entries)
     # the product of the traces is no less than the condition number
-    worst = linalg.eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(inverse).sum(1)
+    worst = linalg.eigenvalue_rounding(side.diagonal().sum(1)) * inverse.diagonal(dim1=1, dim2=2).sum(1)
     return (inverse.mT + inverse) / 2 if all(linalg.look([ok, (worst < 1).all()])) else None

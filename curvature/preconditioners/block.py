@@ -20,7 +20,7 @@ TermsByName = Mapping[str, Sequence[Term]]  # of one vector
 
 OUTLIER_FACTOR = 1e3  # ratio of a trace to that of the running average
 
-SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
+SHARED_FIELDS = ("names", "reason", "updates", "traces", "was_outlier", "outliers")  # of a checkpoint of any block
 MAX_FAILURES = 3  # consecutive failures of a block that raise
 
 
@@ -28,6 +28,7 @@ class Block:
     """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M."""
 
     structure = ""
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by name
     inverse: Any = None  # what `solve` multiplies with
     failures = 0  # consecutive failures of decompositions
     # Relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm of the
@@ -78,16 +79,9 @@ class Block:
         raise NotImplementedError
 
     def measure(self, terms: TermsByName, samples: float, rank: int = 0, world_size: int = 1) -> Structure:
-        """What one vector shows of a batch, for a leaf.
-
-        Args:
-            terms: from `split_terms`.
-            samples: number of samples in the batch; zero if this is not its first vector.
-            rank, world_size: this process, and the number of processes that share the batch.
-        """
+        """What one vector shows of a batch, for a leaf; arguments as for `Structure.estimate`, from `split_terms`."""
         statistics = self.empty(next(iter(terms.values()))[0].device)
-        statistics.counts[0] = samples
-        statistics.estimate(terms, rank, world_size)
+        statistics.estimate(terms, samples, rank, world_size)
         return statistics
 
     @staticmethod
@@ -135,13 +129,8 @@ class Block:
         raise NotImplementedError
 
     @property
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
-        raise NotImplementedError
-
-    @property
     def dimension(self) -> int:
-        return sum(map(math.prod, self.parameter_shapes.values()))
+        return sum(map(math.prod, self.shapes.values()))
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -160,16 +149,16 @@ class Block:
 
     @property
     def expected_bytes(self) -> int:
-        """Upper bound on `bytes`, known before the first batch."""
-        raise NotImplementedError
+        """Upper bound on `bytes`, known before the first batch; zero if it is not."""
+        return 0
 
     def condition(self) -> float:
-        """Largest over smallest eigenvalue of the matrix that `solve` inverts; nan if it is not prepared."""
-        raise NotImplementedError
+        """Largest over smallest eigenvalue of the matrix that `solve` inverts; nan if that is not known."""
+        return math.nan
 
     def describe(self) -> str:
         """Shapes of the factors, for reports."""
-        raise NotImplementedError
+        return f"{self.dimension} parameters"
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
@@ -205,8 +194,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
         fields = (*SHARED_FIELDS, *self.layout_fields, *self.state_fields)
-        gate = {"closed": self.was_outlier, "count": self.outliers, "traces": list(self.traces)}
-        return {"structure": self.structure, "gate": gate} | {k: getattr(self, k) for k in fields}
+        return {"structure": self.structure} | {k: getattr(self, k) for k in fields}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
@@ -221,19 +209,12 @@ class Block:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
-        declared = {"structure", "gate", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
+        declared = {"structure", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
         if foreign := sorted(set(state) - declared):
             raise ValueError(f"a block of structure {cls.structure!r} has no {', '.join(map(repr, foreign))}")
-        gate = state.get("gate", {})
-        if foreign := sorted(gate.keys() - {"closed", "count", "traces"}):
-            raise ValueError(f"what is known of outliers has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
-        block.structure = state["structure"]
-        block.was_outlier, block.outliers = gate.get("closed", False), gate.get("count", 0)
-        block.traces = list(gate.get("traces", ()))
         for name, value in state.items():
-            if name not in ("structure", "gate"):
-                setattr(block, name, pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), value))
+            setattr(block, name, pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), value))
         block.after_restore()
         return block
 

@@ -78,7 +78,7 @@ class CurvatureStore:
     def drop_replaced(self, parameters: Mapping[str, Tensor]) -> None:
         """Forget blocks of parameters that have other shapes now, as those of a head that was replaced."""
         shapes = {name: tuple(p.shape) for name, p in parameters.items() if not nn.parameter.is_lazy(p)}
-        known = [(block, block.parameter_shapes.items()) for block in self.blocks]
+        known = [(block, block.shapes.items()) for block in self.blocks]
         is_there = lambda sizes: all(shapes.get(name, shape) == shape for name, shape in sizes)
         self.blocks = [block for block, sizes in known if is_there(sizes)]
 
@@ -301,7 +301,7 @@ class BlockDiagonalCurvature(CurvatureStore):
             fused = FUSED if any(use.function in RECURRENT for use in node.uses) else ""
             what = f"no Kronecker factors exist for {', '.join(readers)}{fused}" if readers else UNSEEN
             reason = f"{what}; the diagonal of the curvature is used"
-        return DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason)
+        return DiagonalBlock(DiagonalStructure, {name: tuple(node.tensor.shape)}, node.tensor.dtype, reason)
 
     def _kronecker_block(
         self, structure: str, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
@@ -483,6 +483,8 @@ class RowRangeBlock(Block):
 
     def __init__(self, names: Sequence[str], parts: Mapping[RowRange, Block]) -> None:
         self.names, self.parts = tuple(names), dict(parts)
+        (_, rows), last = list(self.parts.items())[-1]
+        self.shapes = {name: (rows, *shape[1:]) for name, shape in zip(names, last.shapes.values(), strict=True)}
         self.reason = "; ".join(dict.fromkeys(part.reason for part in parts.values() if part.reason))
 
     @property
@@ -503,12 +505,6 @@ class RowRangeBlock(Block):
     @property
     def mean_eigenvalue(self) -> Tensor:
         return torch.stack([part.mean_eigenvalue * part.dimension for part in self.leaves]).sum() / self.dimension
-
-    @property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        (_, rows), last = list(self.parts.items())[-1]
-        each = zip(self.names, last.parameter_shapes.values(), strict=True)
-        return {name: (rows, *shape[1:]) for name, shape in each}
 
     bytes, expected_bytes, outliers = (_of_parts(name, sum) for name in ("bytes", "expected_bytes", "outliers"))
     updates, is_ready, drift = _of_parts("updates", max), _of_parts("is_ready", all), _of_parts("drift", _largest)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.preconditioners.block import Block, Due, group
+from curvature.preconditioners.block import Due, group
 from curvature.preconditioners.structure_block import StructureBlock
-from curvature.structures import DiagonalStructure
 
 
 class DiagonalBlock(StructureBlock):
@@ -21,18 +20,11 @@ class DiagonalBlock(StructureBlock):
     structure = "diagonal"
     state_fields = ("average", "inverse")
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
-        super().__init__(DiagonalStructure, {name: shape}, dtype, reason)
-
     @property
     def values(self) -> Tensor:
         """The diagonal, of the parameter's shape."""
         assert self.average is not None
         return self.average.tensors[self.names[0]]
-
-    def empty_like(self) -> Block:
-        ((name, shape),) = self.shapes.items()
-        return DiagonalBlock(name, shape, self.dtype, self.reason)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
@@ -40,7 +32,7 @@ class DiagonalBlock(StructureBlock):
             alike = [blocks[k] for k in places]
             damped = torch.cat([b.values.flatten() for b in alike])
             if damping is None:
-                means = nonzero_or_one(torch.stack([b.mean_eigenvalue for b in alike]))
+                means = nonzero_or_one(torch.stack([b.values.mean() for b in alike]))
                 damped += torch.cat([m.expand(b.values.numel()) for m, b in zip(means, alike, strict=True)]).mul_(share)
             else:
                 damped += damping
@@ -58,10 +50,6 @@ class DiagonalBlock(StructureBlock):
         wide = [right[0].to(block.dtype) for block, right in zip(blocks, gradients, strict=True)]
         solutions = torch._foreach_mul(wide, [block.inverse for block in blocks])
         return [[u.to(right[0].dtype)] for u, right in zip(solutions, gradients, strict=True)]
-
-    @property
-    def mean_eigenvalue(self) -> Tensor:
-        return self.values.mean()
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else float(self.inverse.amax() / self.inverse.amin())

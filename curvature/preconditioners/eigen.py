@@ -50,13 +50,6 @@ class EigenBlock(KroneckerBlock):
         form, inverse = super().joint_form(terms), () if self.inverse is None else self.inverse.form
         return None if form is None or inverse is None else (form, inverse)
 
-    @staticmethod
-    def joined(blocks: Sequence[Any]) -> Any:
-        whole = KroneckerBlock.joined(blocks)
-        first, *others = (block.inverse for block in blocks)
-        whole.inverse = None if first is None else first.stacked(others)
-        return whole
-
     @property
     def expected_bytes(self) -> int:
         here = self.scheme.arrangement

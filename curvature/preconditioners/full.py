@@ -101,20 +101,6 @@ class FullBlock(Block):
     def mean_eigenvalue(self) -> Tensor:
         return self.trace / self.dimension
 
-    @property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.shapes
-
-    @property
-    def expected_bytes(self) -> int:
-        return 0
-
-    def condition(self) -> float:
-        return math.nan
-
-    def describe(self) -> str:
-        return f"{self.dimension} parameters"
-
     def state(self) -> dict[str, Any]:
         return super().state() | {"trace": float(self.trace)}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class KroneckerBlock(Block):
     def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names)
         self.scheme = scheme
+        self.shapes = dict(zip(names, scheme.arrangement.shapes, strict=True))
         self.row_side: kronecker.Side | None = None  # of the running average
         self.column_side: kronecker.Side | None = None
         self.inverse: kronecker.KroneckerInverse | None = None
@@ -61,6 +62,7 @@ class KroneckerBlock(Block):
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         self.scheme = kronecker.Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
+        self.shapes = dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
         rows: Any = self.row_side
         columns: Any = self.column_side
         if rows is not None and columns is not None:
@@ -109,12 +111,13 @@ class KroneckerBlock(Block):
             if len(alike) == 1:
                 measured[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
                 continue
-            alike_blocks, first = [blocks[k] for k in alike], of_weights[alike[0]][0]
-            joint = alike_blocks[0].joined(alike_blocks)
+            first = of_weights[alike[0]][0]
+            parts = [blocks[k].empty(first.device) for k in alike]
+            whole = parts[0].joined(parts[1:])
             a, b = (torch.cat([getattr(of_weights[k][0], side) for k in alike], 2) for side in "ab")
-            term = OuterProduct(a, b, joint.scheme.arrangement.shapes[0], independent=first.independent)
-            parts = [block.empty(first.device) for block in alike_blocks]
-            joint.measure({joint.names[0]: [term]}, samples, rank, world_size).split(parts)
+            term = OuterProduct(a, b, whole.space.shapes[0], independent=first.independent)
+            whole.estimate({whole.space.names[0]: [term]}, samples, rank, world_size)
+            whole.split(parts)
             measured |= zip(alike, parts, strict=True)
         return [measured[k] for k in range(len(blocks))]
 
@@ -133,13 +136,6 @@ class KroneckerBlock(Block):
         is_small = first.a.numel() + first.b.numel() <= MAX_JOINED.at(first.b.device)
         both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
         return (self.scheme, first.independent, *both) if is_plain and is_small else None
-
-    @staticmethod
-    def joined(blocks: Sequence[Any]) -> Any:
-        """A block without statistics whose groups are those of several blocks of one layout."""
-        first = blocks[0]
-        arrangement = first.scheme.arrangement.repeated(len(blocks))
-        return type(first)(first.names, replace(first.scheme, arrangement=arrangement))
 
     def empty_like(self) -> Block:
         new = type(self)(self.names, self.scheme)
@@ -230,10 +226,6 @@ class KroneckerBlock(Block):
         assert self.sides is not None
         rows, columns = (side.diagonal().mean(1) for side in self.sides)
         return (rows * columns).mean()
-
-    @property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
 
     @property
     def expected_bytes(self) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import KroneckerSumInverse, Pair, invert_kronecker_sums
+from curvature.kronecker import EigenInverse, Pair, invert_kronecker_sums
 from curvature.linalg import full_precision, to_host
 from curvature.operators import Named
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
@@ -38,19 +38,19 @@ class ResidualBlock:
     diagonal: Tensor | None = None  # the exact one, of the parameter's shape, if there are no products
     reason: str = ""  # why there are none, or why a bias has a block of its own
 
-    def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
+    def inverse(self, damping: float) -> EigenInverse | Tensor:
         """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sums`."""
         return residual_inverses([self], damping)[0]
 
-    def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
+    def solve(self, inverse: EigenInverse | Tensor, right: Named) -> dict[str, Tensor]:
         """The solution for each parameter of the block, in its own shape."""
         parts = [right[name] for name in self.names]
         if isinstance(inverse, Tensor):
             return {self.names[0]: (parts[0].to(inverse.dtype) * inverse).to(parts[0].dtype)}
-        matrices = [part.reshape(len(inverse.rows), -1) for part in parts]
-        x = torch.cat(matrices, 1) if len(matrices) > 1 else matrices[0]
-        solution = inverse.solve(x.to(inverse.rows.dtype)).to(parts[0].dtype)
-        each = zip(self.names, solution.split([matrix.shape[1] for matrix in matrices], 1), parts, strict=True)
+        matrices = [part.reshape(1, len(parts[0]), -1) for part in parts]
+        x = torch.cat(matrices, 2) if len(matrices) > 1 else matrices[0]
+        solution = inverse(x.to(inverse.values.dtype)).to(parts[0].dtype)
+        each = zip(self.names, solution.split([matrix.shape[2] for matrix in matrices], 2), parts, strict=True)
         return {name: u.reshape(part.shape) for name, u, part in each}
 
     @property
@@ -67,7 +67,7 @@ class ResidualBlock:
         return f"{product}B {len(rows)}x{len(rows)}, A {len(columns)}x{len(columns)}"
 
 
-def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
+def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[EigenInverse | Tensor]:
     """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
     sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
     return [next(sums) if block.diagonal is None else _invert(block.diagonal, damping) for block in blocks]

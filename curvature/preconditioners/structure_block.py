@@ -99,10 +99,6 @@ class StructureBlock(Block):
         return self.average.trace() / self.dimension
 
     @property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.shapes
-
-    @property
     def expected_bytes(self) -> int:
         return 2 * self.kind.most_entries(self.space(torch.device("cpu"))) * self.dtype.itemsize
 
@@ -116,7 +112,7 @@ class StructureBlock(Block):
         return self.kind.describe(self.space(torch.device("cpu")))
 
     def empty_like(self) -> Block:
-        return StructureBlock(self.kind, self.shapes, self.dtype, self.reason)
+        return type(self)(self.kind, self.shapes, self.dtype, self.reason)
 
     def state(self) -> dict[str, Any]:
         plain = lambda x: x.tensors if isinstance(x, Structure) else x

@@ -36,11 +36,12 @@ class EigenStructure(KroneckerStructure):
         if vectors is not None and self.basis is not None:
             self.add_to("values", self.basis.products(*vectors, chunk.weights))
 
-    def estimate(self, terms: Mapping[str, Sequence[Any]], rank: int, world_size: int) -> None:
+    def estimate(self, terms: Mapping[str, Sequence[Any]], samples: float, rank: int, world_size: int) -> None:
         """With the squares of fewer of many samples, as in `subsample_samples`."""
-        super().estimate(terms, rank, world_size)
+        super().estimate(terms, samples, rank, world_size)
         if self.basis is None:
             return
+        self.counts[3] += samples
         for alike in by_length(terms[self.space.names[0]]):  # those with the same number of samples belong together
             count = len(alike[0])
             total = world_size * count
@@ -50,7 +51,6 @@ class EigenStructure(KroneckerStructure):
             each = total / max(1, -(-total // stride))
             weights = torch.full((len(vectors[0][0]),), each, dtype=self.space.dtype, device=alike[0].device)
             self.add_to("values", self.basis.products(vectors, vectors, weights))
-        self.counts[3] = self.counts[0]
 
     def add_(self, other: Any) -> None:
         """The sum is in the basis of the other."""
@@ -64,6 +64,13 @@ class EigenStructure(KroneckerStructure):
         if "values" in new.tensors:
             new.tensors["values"] = new.tensors["values"] * factor
         return new
+
+    def joined(self, others: Sequence[Any]) -> EigenStructure:
+        whole, basis = super().joined(others), None
+        if self.basis is not None:
+            sides = zip(*((x.basis.rows, x.basis.columns) for x in (self, *others)), strict=True)
+            basis = Basis(whole.scheme, *(None if side[0] is None else torch.cat(side) for side in sides))
+        return EigenStructure(whole.space, whole.scheme, basis)
 
     @property
     def values(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,9 @@ class KroneckerStructure(Structure):
     """Sums of outer products of activations and of backprops, by reading of the weight.
 
     Each reading gives a product. Only `factors` merges several, so that sums over data and processes stay exact. The
-    numbers are the entries of sides, the number of summands of those of activations, and how often rows of a table were
-    looked up, by side (2,), however many vectors there are. Summands are counted for each side.
+    numbers are the entries of sides, the number of summands of those of activations, and, if they are estimates, how
+    often rows of a table were looked up, by side (2,), however many vectors there are. Summands are counted for each
+    side.
 
     Args:
         space: of the weight, and of its bias where that is one more input of it.
@@ -42,10 +44,11 @@ class KroneckerStructure(Structure):
             if chunk.first:
                 self._add_activations(left[0])
 
-    def estimate(self, terms: Mapping[str, Sequence[Term]], rank: int, world_size: int) -> None:
+    def estimate(self, terms: Mapping[str, Sequence[Term]], samples: float, rank: int, world_size: int) -> None:
         of_weight = terms[self.space.names[0]]
+        self.counts[0] += samples
         self._add_backprops([of_weight])
-        if self.counts[0]:  # otherwise a later vector, with the same activations
+        if samples:  # later vectors have the same activations
             self._add_activations(of_weight, (rank, world_size))
 
     def _add_backprops(
@@ -58,7 +61,7 @@ class KroneckerStructure(Structure):
             if right is not None and not here.kinds[k].is_diagonal:
                 moment = (moment + moment.mT) / 2  # symmetric up to rounding of the right vectors
             self.add_to(_name(reading, "b"), here.side(k, moment).entries)
-            self.counts[1 + k] += sum(count_rows(terms, here.sharing) for terms in vectors)
+            self.counts[1 + k] += len(vectors) * count_rows(vectors[0], here.sharing)
 
     def _add_activations(self, terms: Sequence[Term], part: tuple[int, int] | None = None) -> None:
         """Of fewer of many samples if this `part`, rank and number of processes, of a batch is one of many."""
@@ -67,7 +70,7 @@ class KroneckerStructure(Structure):
             k = int(not reading.flipped)
             chosen = whole if part is None else subsample_samples(whole, here.sharing, *part)
             moment, number = here.activations(chosen)
-            if reading.one_hot and here.kinds[k].is_diagonal:
+            if part is not None and reading.one_hot and here.kinds[k].is_diagonal:
                 look_ups = moment.new_zeros(2)
                 look_ups[k] = here.look_ups(chosen, moment, number)
                 self.add_to("looked_up", look_ups)
@@ -92,17 +95,17 @@ class KroneckerStructure(Structure):
         each = [self.scheme.readings(terms) for terms in vectors]
         return {reading: [parts[reading] for parts in each] for reading in first}
 
+    def _side(self, name: str, entries: Tensor) -> Side:
+        return self.scheme.side_of_entries(_index(name), entries)
+
     def _sides(self) -> dict[str, Side]:
         """Those of the numbers that are entries of sides."""
-        side, names = self.scheme.side_of_entries, [name for name in self.tensors if name[2:] in SIDES]
-        return {name: side(_index(name), self.tensors[name]) for name in names}
+        return {name: self._side(name, x) for name, x in self.tensors.items() if name[2:] in SIDES}
 
     def add_to(self, name: str, value: Tensor) -> None:
-        known = self._sides().get(name)
-        if known is None:
-            super().add_to(name, value)
-        else:
-            self.tensors[name] = self.scheme.side_of_entries(_index(name), value).add_(known).entries
+        if name in self.tensors and name[2:] in SIDES:
+            value = self._side(name, value).add_(self._side(name, self.tensors.pop(name))).entries
+        super().add_to(name, value)
 
     def scaled(self, factor: float) -> Any:
         new = copy.copy(self)
@@ -127,8 +130,14 @@ class KroneckerStructure(Structure):
         rows, columns = (side.diagonal().sum(1) for side in self.factors())
         return (rows * columns).sum()
 
+    def joined(self, others: Sequence[Any]) -> Any:
+        """An empty one whose groups are those of this one and of others of its layout, one after the other."""
+        arrangement = self.scheme.arrangement.repeated(1 + len(others))
+        space = Space(self.space.names, arrangement.shapes, self.space.dtype, self.space.device)
+        return KroneckerStructure(space, replace(self.scheme, arrangement=arrangement))
+
     def split(self, parts: Sequence[KroneckerStructure]) -> None:
-        """Fill empty ones of one layout, of whose weights this one has measured the groups one after the other."""
+        """Fill empty ones of one layout, which were `joined`."""
         each = {name: x.chunk(len(parts)) if x.ndim else x.repeat(len(parts)) for name, x in self.tensors.items()}
         for k, part in enumerate(parts):
             part.counts, part.tensors = list(self.counts), {name: x[k] for name, x in each.items()}

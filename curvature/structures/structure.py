@@ -123,14 +123,17 @@ class Structure(Accumulator):
     def add(self, chunk: Chunk) -> None:
         """Add what vectors have brought that were sent back, by `add_to`: `Chunk.rows` times `Chunk.weights`."""
 
-    def estimate(self, terms: Mapping[str, Sequence[Term]], rank: int, world_size: int) -> None:
+    def estimate(self, terms: Mapping[str, Sequence[Term]], samples: float, rank: int, world_size: int) -> None:
         """Add what one vector has brought to an optimizer, perhaps of fewer of many samples.
 
         Args:
             terms: by parameter; those with the same number of samples belong together.
-            rank, world_size: this process, and the number of processes that share the batch.
+            samples: number of samples in the batch; zero if this is not its first vector.
+            rank: this process.
+            world_size: the number of processes that share the batch.
         """
         dtype = self.space.dtype
+        self.counts[0] += samples
         for count in dict.fromkeys(len(term) for parts in terms.values() for term in parts):
             alike = {name: [promote(t, dtype) for t in parts if len(t) == count] for name, parts in terms.items()}
             vectors = {name: [parts] for name, parts in alike.items() if parts}

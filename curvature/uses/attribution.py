@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from curvature.arguments import check_whole
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
-from curvature.kronecker import Basis, Scheme
+from curvature.kronecker import Basis, Scheme, two_sided
 from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
@@ -31,7 +31,6 @@ from curvature.operators import (
     Space,
     as_operator,
     blocks_of,
-    two_sided,
 )  # fmt: skip
 from curvature.recording import trained_parameters
 from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, chunks, contractions, gradients

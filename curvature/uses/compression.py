@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvature.arguments import check_whole
+from curvature.kronecker import DenseSide, DiagonalSide, Side
 from curvature.linalg import cat, cholesky, full_precision, widest
 from curvature.operators import (
     Curvature,
@@ -311,14 +312,16 @@ def _rounded(block: Operator, parts: Tensor, damping: float) -> Tensor:
     if isinstance(block, Kronecker):
         damped = block.factored_damping(damping)
         arranged = block.arrangement.to_matrices(list(block.space.split(parts).values()))
-        rounded = _in_order(arranged, damped.rows, damped.columns, repr(block))
+        rounded = _in_order(arranged, *damped.factors, repr(block))
         return torch.cat([part.flatten() for part in block.arrangement.from_matrices(rounded)])
     dense = block.damped(damping).to_dense()
-    return _in_order(parts[:, None, None], parts.new_ones(1, 1), dense[None], repr(block))[0, 0]
+    return _in_order(parts[:, None, None], DiagonalSide(parts.new_ones(1, 1)), DenseSide(dense[None]), repr(block))[
+        0, 0
+    ]
 
 
-def _in_order(parts: Tensor, rows: Tensor, columns: Tensor, what: str) -> Tensor:
-    """Round weights (g, o, i) under ``kron(rows, columns)``, whose sides are (g, d, d), or (g, d) if diagonal."""
+def _in_order(parts: Tensor, rows: Side, columns: Side, what: str) -> Tensor:
+    """Round weights (g, o, i) under ``kron(rows, columns)``."""
     is_free = parts[4]
     outputs, inputs = _by_curvature(rows, is_free.amin(2)), _by_curvature(columns, is_free.amin(1))
     parts = parts[:, :, outputs[:, None], inputs]
@@ -342,16 +345,15 @@ def _in_order(parts: Tensor, rows: Tensor, columns: Tensor, what: str) -> Tensor
     return result
 
 
-def _by_curvature(side: Tensor, is_free: Tensor) -> Tensor:
+def _by_curvature(side: Side, is_free: Tensor) -> Tensor:
     """The order (d,) in which a side has its largest curvature last, and first of all what is not rounded (g, d)."""
-    diagonal = side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
-    return torch.where(is_free.amin(0) > 0, -1, diagonal.mean(0)).argsort(stable=True)
+    return torch.where(is_free.amin(0) > 0, -1, side.diagonal().mean(0)).argsort(stable=True)
 
 
-def _coupling(side: Tensor, order: Tensor, what: str) -> Tensor | None:
+def _coupling(side: Side, order: Tensor, what: str) -> Tensor | None:
     """R with rows divided by its diagonal, less I, for ``side = R^T R`` in this order; None for a diagonal side."""
-    if side.ndim == 2:
+    if side.is_diagonal:
         return None
-    root = torch.stack([cholesky(matrix, 0.0, what) for matrix in side[:, order[:, None], order]])
+    root = torch.stack([cholesky(matrix, 0.0, what) for matrix in side.entries[:, order[:, None], order]])
     upper = root.mT
     return (upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]).triu(1)

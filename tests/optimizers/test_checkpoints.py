@@ -234,7 +234,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no rows": (lambda s: of(s, "0.weight").pop("row_side"), "the curvature of 0.weight is .*row_side"),
     "unknown structure": (lambda s: of(s, "3.weight").update(structure="round"), "the curvature of 3.weight is"),
     "a method": (lambda s: of(s, "0.weight").update(solve=0), "the curvature of 0.weight is .*has no 'solve'"),
-    "foreign flag": (lambda s: of(s, "0.weight")["gate"].update(weight=X[0]), "of 0.weight is .*has no 'weight'"),
+    "foreign flag": (lambda s: of(s, "0.weight").update(weight=X[0]), "of 0.weight is .*has no 'weight'"),
     "other names": (lambda s: of(s, "3.weight").update(names=("3.weight", "x")), "the curvature of 3.weight is"),
     "nan in a factor": (lambda s: of(s, "3.weight")["row_side"].fill_(NAN), "curvature of 3.weight is not finite"),
     "nan in a mean": (lambda s: s["state"][4][mean].fill_(NAN), "momentum_buffer of 3.weight is not finite"),

@@ -292,7 +292,7 @@ def test_statistics_add_up_over_processes(kind: str):
 
 
 def diagonal_block(values: Tensor) -> DiagonalBlock:
-    block = DiagonalBlock("p", tuple(values.shape), values.dtype, "")
+    block = DiagonalBlock(DiagonalStructure, {"p": tuple(values.shape)}, values.dtype)
     block.average, block.updates = DiagonalStructure(block.space(values.device), {"p": values}), 1
     return block
 

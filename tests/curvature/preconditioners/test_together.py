@@ -12,6 +12,7 @@ from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.structures import KroneckerStructure
 from support.cases.case import Raw, seeded
 from support.running_blocks import STACKS, close, measure, normal_vectors, rows_of
 
@@ -45,8 +46,9 @@ def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tu
 def test_measured_together_is_measured_alone(name: str, kind: type, sharing: str, device: str, monkeypatch):
     """Before there is an inverse and in its basis; and statistics go on to add up."""
     joined: list[int] = []
-    join = kind.joined
-    monkeypatch.setattr(kind, "joined", staticmethod(lambda blocks: joined.append(len(blocks)) or join(blocks)))
+    join = KroneckerStructure.joined
+    noted = lambda structure, others: joined.append(len(others)) or join(structure, others)
+    monkeypatch.setattr(KroneckerStructure, "joined", noted)
     model, x = built(name, device)
     found = []
     for most in (1 << 16, 0):
