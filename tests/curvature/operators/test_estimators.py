@@ -17,7 +17,7 @@ from curvature.estimators import (
     xtrace,
 )
 from curvature.operators import Dense, Diagonal, spectra
-from support.combinations import member
+from support.combinations import in_turn, member
 from support.structures import Source, blocks, dense, structures
 
 OF_PRODUCTS = {"xtrace": xtrace, "xdiag": xdiag}
@@ -318,13 +318,16 @@ def test_lanczos_refuses(device):
         lanczos(op, 3, torch.zeros(29).to(op.matrix))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [torch.linspace(-3, 2, 300), torch.logspace(0, -8, 300), torch.tensor([5.0] * 4 + [1.0] * 296), torch.zeros(300)],
-    ids=["indefinite", "decaying", "multiple", "zero"],
+@in_turn(
+    values=[
+        torch.linspace(-3, 2, 300),
+        torch.logspace(0, -8, 300),
+        torch.tensor([5.0] * 4 + [1.0] * 296),
+        torch.zeros(300),
+    ],
+    dtype=[torch.float32] * 4 + [torch.float64] * 4,
+    k=[1, 4, 6],
 )
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-@pytest.mark.parametrize("k", (1, 4, 6))
 def test_lanczos_eigenvalues(values, dtype, k, device):
     op = of_values(Source(device, dtype), values)
     tolerance = 1e-8 if dtype == torch.float64 else 1e-4

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC
 from support.cases.case import seeded
+from support.combinations import in_pairs
 from support.comparisons import check_operator
 from support.training import ORDERS, order_seed, train
 
@@ -42,9 +43,9 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense", "last_layer"])
-@pytest.mark.parametrize("hidden", [(30,), (20, 20), (64,)])
+@in_pairs(
+    per_layer=[False, True], structure=["kfac", "diagonal", "dense", "last_layer"], hidden=[(30,), (20, 20), (64,)]
+)
 def test_error_bars_after_training_are_those_in_double_precision(
     hidden: tuple[int, ...], structure: str, per_layer: bool
 ) -> None:
