@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature import capture
 from curvature.kronecker import KroneckerInverse, Product
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.kronecker.sides import (
@@ -22,11 +21,8 @@ from curvature.kronecker.sides import (
     compress,
     sketch_spectrum,
 )
-from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
-from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
-from support.running_blocks import columns_of, rows_of
 from support.training import train
 
 D = 600
@@ -185,31 +181,6 @@ def test_a_layer_of_fifty_thousand_inputs():
     assert sum(block.bytes for block in opt.store.blocks) < 3 * SKETCH_RANK * 50_000 * 4
 
 
-@pytest.mark.parametrize(
-    ("count", "inputs", "stride", "sharing"), [(64, 2, 4, "expand"), (24, 2, 1, "expand"), (64, 8, 1, "reduce")]
-)
-def test_activations_of_some_samples_are_enough(count: int, inputs: int, stride: int, sharing: str):
-    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all.
-
-    Places that are averaged first are one sample: 64 rows for 9 inputs are all looked at.
-    """
-    with seeded(0):
-        layer, x = nn.Conv1d(inputs, 4, 1), torch.randn(count, inputs, 400)
-    factors = BlockDiagonalCurvature(sharing=sharing)
-    with capture(layer) as tape:
-        out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(count)), 0.9)
-    (block,) = factors.blocks
-    assert isinstance(block, KroneckerBlock)
-    # in double precision: 25,600 places summed in single precision are off by 7e-6 themselves
-    a, b = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].double(), out.detach().double()
-    a, b = (t.mean(2, keepdim=True) if sharing == "reduce" else t for t in (a, b))
-    a, b = (t.mT.flatten(0, 1) for t in (a, b))
-    torch.testing.assert_close(columns_of(block)[0], (a.T @ a / len(a)).float())
-    if sharing == "expand":
-        torch.testing.assert_close(rows_of(block)[0], (b.T @ b / count).float())
-
-
 SHARE = 0.1
 
 
@@ -264,12 +235,6 @@ def test_factored(name: str, together: bool):
     assert found.condition() == pytest.approx(float(spread), rel=1e-6)
 
 
-def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
-    zero = torch.zeros(1, 3, 3)
-    found = fresh([(zero, torch.eye(4)[None])])[0](torch.zeros(1, 3, 4))
-    assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
-
-
 def test_singular_factors_without_damping():
     """The pseudo-inverse: what no sample reaches does not move."""
     rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
@@ -283,17 +248,3 @@ def test_singular_factors_without_damping():
 
 def projector(side: Tensor) -> Tensor:
     return side @ torch.linalg.pinv(side, rtol=1e-5)
-
-
-def test_sides_that_are_not_due_stay_as_they_are():
-    """Each product is of one side of before and one of now; without a previous inverse both are made."""
-    old, new = (spd(1, 5), spd(1, 4)), (spd(1, 5, 7), spd(1, 4, 6))
-    both = [product(*new)] * 3
-    before, now = fresh([old, new])
-    due = [(False, True), (True, False), (False, False)]
-    found = factored_inverses(both, [(SHARE, SHARE)] * 3, [before, before, None], [True] * 3, due)
-    expected = [(before.rows, now.columns), (now.rows, before.columns), (now.rows, now.columns)]
-    for own, (rows, columns) in zip(found, expected, strict=True):
-        close = torch.testing.assert_close
-        close(own.rows.entries, rows.entries), close(own.columns.entries, columns.entries)
-    assert found[0].rows is before.rows and found[1].columns is before.columns

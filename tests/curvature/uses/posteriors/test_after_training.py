@@ -69,19 +69,6 @@ def test_error_bars_after_training_are_those_in_double_precision(
     assert median(errors) < 0.25 and median(of_samples) < 0.3, (errors, of_samples)
 
 
-@pytest.mark.parametrize("hidden", [(30,), (20, 20)])
-def test_dense_posteriors_keep_the_digits_of_their_rows(hidden: tuple[int, ...]) -> None:
-    model, data = trained(hidden)
-    found = curvature.laplace(model, LOSS, data, "dense", prior=0.05, noise=0.1)
-    wide_model, wide_data = in_double(model, data)
-    wide = curvature.laplace(wide_model, LOSS, wide_data, "dense")
-    expected = wide.with_prior(0.05, 0.1)
-    x = torch.linspace(-4, 4, 30)[:, None]
-    assert relative(found.outputs(x)[1], expected.outputs(x.double())[1]) < 1e-2
-    evidence = float(found.log_marginal_likelihood()), float(expected.log_marginal_likelihood())
-    assert evidence[0] == pytest.approx(evidence[1], rel=1e-3)
-
-
 @pytest.mark.parametrize("prior", [0.7, torch.tensor([0.3, 2.0])])
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
 def test_precision_is_one_matrix_in_all_its_forms(structure: str, prior: Any) -> None:

@@ -122,13 +122,6 @@ def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixt
     assert all("mean confidence on the training data falls from" in line for line in caplog.messages)
 
 
-def test_weights_of_classes_may_be_in_single_precision() -> None:
-    model, (x, y) = clusters()
-    weighted = curvature.laplace(model, nn.CrossEntropyLoss(weight=torch.arange(4).float()), (x, y))
-    best = weighted.optimize_prior(validation=(x, y))
-    assert best._log_loss((x, y)) <= weighted._log_loss((x, y))
-
-
 def test_what_a_search_needs_is_asked_for() -> None:
     posterior, expected = both("kfac", "classes")
     x, y = held_out("classes")
