@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature.matrices import passes
 from support.cases.case import Raw, seeded
+from support.memory import Largest
 from support.oracles.attention import attention as written_out
 
 LOSS = nn.CrossEntropyLoss()
@@ -56,3 +58,13 @@ BUILDERS: dict[str, Callable[..., Tensor]] = {
 def test_matrices_are_those_of_attention_written_out(builder: str) -> None:
     found, expected = (BUILDERS[builder](*text(9, one)) for one in (F.scaled_dot_product_attention, written_out))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_vectors_go_back_alone_where_scores_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four vectors no more scores are held than of one, though the layers' outputs are small."""
+    model, x, y = text(60, F.scaled_dot_product_attention)
+    scores = 2 * 2 * 60**2  # samples, heads, pairs of tokens
+    monkeypatch.setattr(passes, "BATCHED_ELEMENTS", scores)
+    with Largest() as largest:
+        curvature.fisher_diagonal(model, LOSS, (x, y), curvature.sampled(4))
+    assert largest.entries == scores

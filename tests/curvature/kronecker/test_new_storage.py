@@ -151,3 +151,12 @@ def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
 
 
 # renewed at every step: packed or not, averages change by about as much, but not by the same number
+
+
+def test_bytes_are_those_of_triangles():
+    model = nn.Linear(LARGE, LARGE, bias=False)
+    opt = KFAC(model)
+    train(model, opt, F.cross_entropy, torch.randn(4, LARGE), torch.randint(3, (4,)), 1)
+    (block,) = opt.store.blocks
+    kept = 2 * LARGE * (LARGE + 1) // 2 + 2 * LARGE**2
+    assert block.expected_bytes == 4 * kept >= block.bytes >= 4 * (kept - LARGE**2)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvature import capture
 from curvature.kronecker import KroneckerInverse, Product
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.kronecker.sides import (
@@ -21,8 +22,11 @@ from curvature.kronecker.sides import (
     compress,
     sketch_spectrum,
 )
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
+from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
+from support.running_blocks import columns_of, rows_of
 from support.training import train
 
 D = 600
@@ -179,6 +183,31 @@ def test_a_layer_of_fifty_thousand_inputs():
         opt.step()
     assert "A 50001x50001 by" in opt.report()
     assert sum(block.bytes for block in opt.store.blocks) < 3 * SKETCH_RANK * 50_000 * 4
+
+
+@pytest.mark.parametrize(
+    ("count", "inputs", "stride", "sharing"), [(64, 2, 4, "expand"), (24, 2, 1, "expand"), (64, 8, 1, "reduce")]
+)
+def test_activations_of_some_samples_are_enough(count: int, inputs: int, stride: int, sharing: str):
+    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all.
+
+    Places that are averaged first are one sample: 64 rows for 9 inputs are all looked at.
+    """
+    with seeded(0):
+        layer, x = nn.Conv1d(inputs, 4, 1), torch.randn(count, inputs, 400)
+    factors = BlockDiagonalCurvature(sharing=sharing)
+    with capture(layer) as tape:
+        out = layer(x)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(count)), 0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock)
+    # in double precision: 25,600 places summed in single precision are off by 7e-6 themselves
+    a, b = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].double(), out.detach().double()
+    a, b = (t.mean(2, keepdim=True) if sharing == "reduce" else t for t in (a, b))
+    a, b = (t.mT.flatten(0, 1) for t in (a, b))
+    torch.testing.assert_close(columns_of(block)[0], (a.T @ a / len(a)).float())
+    if sharing == "expand":
+        torch.testing.assert_close(rows_of(block)[0], (b.T @ b / count).float())
 
 
 SHARE = 0.1

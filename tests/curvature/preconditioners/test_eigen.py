@@ -10,11 +10,12 @@ from torch import Tensor, nn
 import curvature.linalg
 import curvature.preconditioners.block_diagonal
 import curvature.preconditioners.eigen
+from curvature.kronecker.eigenbasis import Basis
 from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
 from curvature.preconditioners.block import invert
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.terms import IndexedRows, OuterProduct, contractions
+from curvature.terms import IndexedRows, OuterProduct, contractions, squared_gradients
 from support import running_blocks
 from support.cases.case import Raw, seeded
 from support.oracles.eigen import carried, diagonals, products, solution
@@ -129,6 +130,16 @@ def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, devic
     model, _, block, (_, y) = going(name, 2, device, sharing)
     close(block.values, exact(block, model, y))
     close(block.mean_eigenvalue * block.dimension, exact(block, model, y).sum())
+
+
+@pytest.mark.parametrize("name", ["linear", "no_bias", "few_words"])
+def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, monkeypatch):
+    model, (x, y) = built(name, 2)
+    factors, block = started(model, x)
+    for owner in (squared_gradients, Basis):
+        monkeypatch.setattr(owner, "_from_gradients", None)
+    update(factors, model, y)
+    close(block.values, exact(block, model, y))
 
 
 @pytest.mark.parametrize("name", ["linear", "places", "grouped_conv", "conv_twice"])

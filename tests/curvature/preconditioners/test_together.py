@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature.preconditioners.kronecker
+from curvature.kronecker.applied import DenseMatrix, KroneckerInverse, LowRankMatrix
 from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from curvature.preconditioners.eigen import EigenBlock
@@ -54,6 +55,14 @@ def tensors_of(block: Block) -> dict[str, Tensor]:
     state = block.state()
     state |= {"sparsity": torch.tensor(state["sparsity"]).double()} if "sparsity" in state else {}
     return {f"{block.names[0]} {k}": t for k, t in state.items() if isinstance(t, Tensor)}
+
+
+@pytest.mark.parametrize("size", [256, 257])
+def test_large_inverses_are_not_copied(size: int):
+    eye = torch.eye(size)[None]
+    whole, small = DenseMatrix(eye), DenseMatrix(eye[:, :3, :3])
+    assert (KroneckerInverse(whole, small).form is None) == (size > 256)
+    assert KroneckerInverse(LowRankMatrix(eye[:, :, :1], torch.ones(1)), small).form is None
 
 
 def test_a_side_in_the_eigenbasis_stays_exact():

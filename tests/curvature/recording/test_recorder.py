@@ -142,6 +142,28 @@ def test_backprops(name: str, device):
 # -- nothing is left behind
 
 
+def test_activations_are_views():
+    """Of what the layer received, whatever the layer; also where that is itself a view, and of what it passes on."""
+    seen: list[Tensor] = []
+    layers = [nn.Linear(4, 4), nn.Conv1d(3, 3, 2), nn.LayerNorm(3), nn.PReLU(), nn.Embedding(6, 2)]
+    for layer in layers:
+        x = torch.arange(48).reshape(2, 2, 12)[:, :, 3:6].transpose(1, 2) % 6
+        x = x if isinstance(layer, nn.Embedding) else x.double().repeat(1, 1, 2)
+        x = x[..., :3] if isinstance(layer, nn.LayerNorm) else x
+        layer.double().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        with capture(layer) as tape:
+            layer(x)
+        a = tape.uses[0].activation
+        assert a is not None and seen[-1] is x
+        assert (a.data_ptr(), a.stride(), a.shape) == (x.data_ptr(), x.stride(), x.shape), layer
+    model = built(sequential)
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with capture(model) as tape:
+        model(draw(5, 3))
+    assert tape.uses[1].activation is not None
+    assert tape.uses[1].activation.data_ptr() == seen[-1].data_ptr()
+
+
 def test_frozen_parameters_are_not_recorded():
     model = built(sequential)
     model[0].requires_grad_(False)

@@ -252,6 +252,33 @@ def test_sums_products_and_parts(family: str, device):
             assert_equal(contractions.inner_products(terms, v), rows.reshape(N, -1) @ v.flatten())
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith(("small", "large"))])
+@pytest.mark.parametrize("function", [contractions.norms_squared, gram])
+def test_gradients_are_built_only_where_that_is_cheaper(family: str, function, monkeypatch):
+    counted = []
+    build = contractions.gradients
+    monkeypatch.setattr(contractions, "gradients", lambda terms: counted.append(1) or build(terms))
+    function(built(family, "cpu")[0])
+    assert bool(counted) == family.endswith("large")
+
+
+def test_one_place_and_one_term_never_build(monkeypatch):
+    monkeypatch.setattr(contractions, "gradients", None)
+    for family in ("outer_one_place", "grouped_one_place", "rows_one_place"):
+        terms, _ = built(family, "cpu")
+        contractions.norms_squared(terms)
+
+
+def test_built_gradients_are_bounded_in_memory(monkeypatch):
+    """No more than CHUNK elements of per-sample gradients at once."""
+    sizes = []
+    build = contractions.gradients
+    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", 2 * 2 * 3)
+    monkeypatch.setattr(contractions, "gradients", lambda terms: sizes.append(build(terms)) or sizes[-1])
+    contractions.norms_squared(built("outer_large", "cpu")[0])
+    assert [g.numel() for g in sizes] == [12, 12, 6]
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
 def test_unfolded_convolutions_are_the_same(family: str, device):
     """And inner products of patches without patches are those of the patches."""

@@ -6,9 +6,11 @@ output, is a mean in which all samples count alike.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -267,6 +269,28 @@ def test_a_graph_that_is_used_twice(kind: str):
         opt.step()
         found.append({k: x for k, x in measured(opt).items() if k != "outputs"})
     torch.testing.assert_close(*found)
+
+
+def test_a_pass_that_waits_holds_no_graph():
+    class Marked(torch.autograd.Function):
+        contexts: ClassVar[list[Any]] = []
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Marked.contexts.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    model = Raw(lambda m, x: m.out(Marked.apply(m.inner(x))), inner=nn.Linear(4, 5), out=nn.Linear(5, C))
+    opt = KFAC(model, inject=empirical())
+    for _ in range(3):
+        model(torch.randn(N, 4))
+    gc.collect()
+    assert len(Marked.contexts) == 3 and not any(ref() for ref in Marked.contexts)
+    assert opt.steps == 0
 
 
 @pytest.mark.parametrize("is_there", [True, False])

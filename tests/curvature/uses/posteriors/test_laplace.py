@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.uses.posteriors import posterior
 from support.cases.case import Raw, seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices
@@ -40,6 +41,15 @@ def test_convolutions_with_groups(structure: str) -> None:
     found, expected = both(structure, "classes", cnn)
     matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
     matches(found.log_marginal_likelihood(), expected.log_marginal_likelihood().detach(), 1e-8)
+
+
+def test_no_jacobian_where_factors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, expected = both("dense", "classes", cnn)
+    monkeypatch.setattr(posterior, "ROWS_ELEMENTS", 1)  # samples one by one
+    matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
+    linear, expected = both("kfac", "classes")
+    monkeypatch.delattr(posterior, "_by_rows")
+    matches(linear.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])

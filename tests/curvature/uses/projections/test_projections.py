@@ -12,6 +12,7 @@ import curvature.terms.contractions
 import curvature.uses.projections
 from curvature.uses.projections import Projection
 from support.cases.case import Raw, seeded
+from support.memory import Largest
 from support.oracles.brute_force import per_sample_gradients, trainable
 
 LOSS = nn.MSELoss()
@@ -112,6 +113,18 @@ def test_inner_products_are_right_on_average() -> None:
             norms = g.norm(dim=1)
             bound = ((norms[:, None] * norms) ** 2 + (g @ g.T) ** 2).div(4).sqrt()
             assert (found.std(0) < 1.3 * bound).all()
+
+
+def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of 14,400 weights at 30 samples, with a map to 64."""
+    monkeypatch.setattr(curvature.uses.projections, "BLOCK_ENTRIES", 10_000)
+    monkeypatch.setattr(curvature.terms.contractions, "PIECE_ENTRIES", 20_000)
+    model, x, y = nn.Linear(120, 120), torch.randn(30, 2, 120), torch.randn(30, 2, 120)
+    for projection, most in ((curvature.SignProjection(64), 20_000), (curvature.KroneckerProjection(8), 14_400)):
+        curvature.per_sample_projections(model, LOSS, x, y, projection)
+        with Largest() as seen:
+            curvature.per_sample_projections(model, LOSS, x, y, projection)
+        assert 7_200 <= seen.entries <= most
 
 
 @pytest.mark.usefixtures("small_pieces")
