@@ -13,24 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
-from curvature.kronecker.inverses import eigenbases
-from curvature.kronecker.sides import DenseSide
-from curvature.linalg import recovery_counts
 from curvature.linalg.decompositions import full_precision
 from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
 from support.combinations import in_pairs, in_turn
-from support.faults import FAULTS, TRUE, Fault, raising, silent
-from support.running_blocks import columns_of, rows_of
+from support.faults import FAULTS, TRUE, Fault, raising
 from support.training import assert_same, closure_of, copied, curvature_of, task, train
-
-
-def spd(*shape: int, seed: int = 0) -> Tensor:
-    rows = torch.randn(*shape[:-1], 2 * shape[-1], generator=torch.Generator().manual_seed(seed))
-    return rows @ rows.mT / rows.shape[-1]
-
 
 DEGENERATE = {
     "zero": torch.zeros(1, 3, 3), "one": torch.full((1, 1, 1), 2.0), "nothing": torch.zeros(1, 1, 1),
@@ -66,25 +56,6 @@ def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> Kronecke
     assert isinstance(block, KroneckerBlock)
     block.row_side, block.column_side = (block.scheme.side(k, x) for k, x in enumerate((rows, columns)))
     return block
-
-
-def test_matrices_of_one_shape_share_no_fate(faulty):
-    """Of two blocks inverted together one fails for good: the other has its inverse, the first keeps its old one."""
-    good, bad = (block_of(spd(1, 4, 4, seed=k), spd(1, 3, 3, seed=k + 2)) for k in (0, 1))
-    columns = columns_of(bad)[0]
-    first = columns[0, 0] / columns.diagonal().mean() + bad.shares(0.05)[1]
-    x = torch.randn(4, 3)
-    invert([good, bad], 0.05)
-    old = bad.solve([x])[0]
-    assert good.row_side is not None
-    good.row_side = good.row_side.scaled(2)
-    faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
-    with recovery_counts() as counts:
-        invert([good, bad], 0.05)
-    assert torch.equal(bad.solve([x])[0], old) and counts["kept"] == 1
-    alone = block_of(rows_of(good), columns_of(good))
-    invert([alone], 0.05)
-    torch.testing.assert_close(good.solve([x])[0], alone.solve([x])[0])
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], KFAC]] = {
@@ -225,25 +196,3 @@ def test_no_solution_is_in_reduced_precision(matrix: str, reduced: None):
         else:
             assert operator.solve(g, damping=1.0).keys() == g.keys()
     assert seen and all(own == ["ieee", "ieee"] for found in seen.values() for own in found), seen
-
-
-@pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
-@pytest.mark.parametrize("kind", [KFAC, EKFAC])
-def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: dict[str, Any], monkeypatch):
-    shapes: list[tuple[int, ...]] = []
-    for name in ("eigh", "cholesky_ex"):
-        spy = lambda matrix, name=name: (shapes.append(tuple(matrix.shape)), TRUE[name](matrix))[1]
-        monkeypatch.setattr(torch.linalg, name, spy)
-    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
-    opt = kind(model, **options)
-    model(torch.randn(8, 6)).square().mean().backward()
-    opt.step()
-    assert sorted(shapes) == [(3, 6, 6), (3, 7, 7)]
-
-
-def test_bases_of_several_shapes():
-    sides = [spd(1, 3, 3), spd(2, 4, 4), spd(1, 3, 3, seed=1)]
-    bases = eigenbases([DenseSide(side) for side in sides])
-    for side, (values, basis) in zip(sides, bases, strict=True):
-        vectors = basis.entries
-        torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, side)

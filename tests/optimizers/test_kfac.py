@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import curvature
 from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
@@ -23,24 +21,13 @@ from support.combinations import in_pairs, in_turn
 from support.training import (
     ORDERS,
     TASKS,
-    Loss,
-    assert_same,
     closure_of,
-    copied,
-    curvature_of,
     digits,
     draws,
     mlp,
     task,
     train,
 )
-
-
-def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Module, KFAC, tuple[Loss, Tensor, Tensor]]:
-    model, loss, x, y = task(name)
-    opt = KFAC(model, **options)
-    train(model, opt, loss, x, y, steps)
-    return model, opt, (loss, x, y)
 
 
 @pytest.mark.training_run
@@ -53,16 +40,6 @@ def test_lowers_the_loss(name: str, optimizer: type[KFAC], device):
     assert all(map(math.isfinite, values)) and sum(values[-3:]) / 3 < 0.8 * values[0], values
     moved = {k: not torch.equal(p, before[k]) for k, p in model.named_parameters() if p.grad is not None}
     assert all(moved.values()), moved
-
-
-@pytest.mark.training_run
-def test_ahead_of_sgd(steps: int = 200):
-    """After the number of steps that the README speaks of; in the first dozens the trust region holds KFAC back."""
-    model, loss, x, y = task("mlp", n=512)
-    other = copy.deepcopy(model)
-    kfac = train(model, KFAC(model), loss, x, y, steps)
-    sgd = train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), loss, x, y, steps)
-    assert kfac[-1] < sgd[-1]
 
 
 EVERY = [curvature.empirical(), curvature.sampled(2), curvature.exact(), curvature.propagated(), curvature.isotropic(3)]
@@ -81,86 +58,11 @@ def test_injections(of: tuple[type[KFAC], str], inject: curvature.Injection, sha
     assert ("kronecker" if optimizer is KFAC else "eigen") in opt.report()
 
 
-def test_a_loss_that_adds_gives_the_same_steps():
-    (one, opt, (_, x, y)), (two, same, _) = trained("mlp", 0), trained("mlp", 0)
-    train(one, opt, F.cross_entropy, x, y, 10)
-    train(two, same, functools.partial(F.cross_entropy, reduction="sum"), x, y, 10)
-    ends = [nn.utils.parameters_to_vector(model.parameters()) for model in (one, two)]
-    assert (ends[0] - ends[1]).norm() < 1e-3 * ends[0].norm()
-
-
-@pytest.mark.parametrize("steps", [0, 10])
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
-    """Neither parameters nor curvature are touched, it is counted, and training goes on as if it had not been."""
-    (model, opt, batch), (other, same, _) = trained(name, steps), trained(name, steps)
-    model.eval(), other.eval()  # the running statistics of a batch norm are the model's own business
-    train(model, opt, batch[0], batch[1] * math.nan, batch[2], 1)
-    assert (opt.skipped, same.skipped) == (1, 0)
-    assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
-    if opt.recorder.generator is not None:  # where it is now, the vectors of the bad batch drawn
-        same.recorder.generator = torch.Generator()
-        same.recorder.generator.set_state(opt.recorder.generator.get_state())
-    train(model, opt, *batch, 1)
-    train(other, same, *batch, 1)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
-
-
-def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
-    """As when shapes are looked at first; the vectors of `empirical` then never come."""
-    runs = []
-    for looks in (0, 2):
-        model, opt, (loss, x, y) = trained("mlp", 0, inject=curvature.empirical())
-        for _ in range(3):
-            for _ in range(looks):
-                model(100 * x)
-            train(model, opt, loss, x, y, 1)
-        assert {block.structure for block in opt.store.blocks} == {"kronecker"}
-        runs.append(copied(model) | {"scale": torch.tensor(opt.recorder.outputs.rms)})
-    assert_same(*runs)
-
-
-def test_errors_that_show_later():
-    """An injection that needs the target leaves nothing active."""
-    model, _, _ = trained("mlp", 0)
-    with pytest.raises(ValueError, match="loss"):
-        KFAC(model, inject=curvature.exact())
-    needy = KFAC(model, loss=nn.CrossEntropyLoss(weight=torch.ones(10)), inject=curvature.exact())
-    with pytest.raises(ValueError, match="weight"):
-        needy.model(digits()[0][:4])
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def test_a_layer_first_used_between_decompositions():
-    """Its block must be ready at once, not at the next decomposition."""
-    model, _, batch = trained("mlp", 0)
-    model.late = nn.Parameter(torch.zeros(10))
-    opt, forward = KFAC(model, factor_every=1, decompose_every=50), model.forward
-    train(model, opt, *batch, 15)
-    model.forward = lambda x: forward(x) + model.late
-    train(model, opt, *batch, 1)
-    assert all(block.is_ready for block in opt.preconditioner.blocks)
-    assert all(map(math.isfinite, train(model, opt, *batch, 2))) and model.late.any()
-
-
 def test_report_says_what_it_cannot_look_into():
     model = Raw(lambda m, x: Doubled.apply(m.layer(x), m.scale), layer=nn.Linear(4, 3), scale=(3,))
     opt = KFAC(model)
     model(torch.randn(6, 4))
     assert "torch does not show what uses it (an autograd.Function or the like)" in opt.report()
-
-
-def test_report_names_every_parameter():
-    model, opt, batch = trained("cnn", 0)
-    names = [name for name, _ in model.named_parameters()]
-    assert all(name in opt.report() and "first forward pass" in opt.report() for name in names)
-    train(model, opt, *batch, 1)
-    lines = opt.report().splitlines()
-    assert all(sum(name in line for line in lines) == 1 for name in names)
-    assert lines[-2].startswith("in all") and "batch_norm" in lines[-1]
-    for line in lines[1:-3]:
-        assert ("diagonal [1]" if line.startswith(("1.", "5.")) else "kronecker") in line, line
 
 
 @pytest.mark.fast
@@ -178,21 +80,6 @@ def test_a_large_side_has_no_eigenbasis():
     fine, large = ("eigen", ""), ("kronecker", "too large for an eigenbasis; Kronecker factors are used")
     assert kinds == {"0.weight": fine, "1.weight": fine, "3.weight": large}
     assert large[1] in opt.report()
-
-
-def test_rescaling_changes_the_step():
-    """KFAC and EKFAC agree until squares were seen in a basis, and no longer."""
-    ends = []
-    for optimizer in (KFAC, EKFAC):
-        model, loss, x, y = task("mlp")
-        opt = optimizer(model)
-        steps = []
-        for _ in range(3):
-            train(model, opt, loss, x, y, 1)
-            steps.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-        ends.append(steps)
-    torch.testing.assert_close(ends[0][0], ends[1][0], rtol=1e-3, atol=1e-5)
-    assert (ends[0][2] - ends[1][2]).norm() > 1e-3 * ends[0][2].norm()
 
 
 @pytest.mark.fast

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from support.combinations import in_turn
 from support.habits import flat
 from support.oracles import brute_force as oracle
 from support.plans import plans_of
-from support.training import ORDERS, backward, closure_of, digits, epochs, mlp
+from support.training import backward, closure_of
 
 pytestmark = pytest.mark.fast
 
@@ -153,17 +151,6 @@ def test_conjugate_gradients_begin_where_they_ended():
     assert max(iterations) < opt.store.blocks[0].iterations
 
 
-@pytest.mark.parametrize("solver", ["woodbury", "cg"])
-def test_curvature_that_vanishes(solver: str):
-    """Single precision, and batches whose curvature falls by ten orders of magnitude."""
-    with seeded(0):
-        model, x, y = nn.Linear(20, C), torch.randn(8, 20), torch.randint(C, (8,))
-    opt = NaturalGradient(model, solver=solver, inject=empirical())
-    for scale in (1.0, 1e-3, 1e-5):
-        train(opt, model, x, y, lambda output, y, scale=scale: scale * F.cross_entropy(output, y))
-    assert bool(torch.isfinite(flat(model)).all()) and opt.skipped == 0
-
-
 def test_momentum():
     """SPRING: (G + damping) u = g + damping * momentum * last u."""
     model, x, y = case("perceptron")
@@ -176,49 +163,6 @@ def test_momentum():
         torch.testing.assert_close(found, along(last))
         kept = torch.cat([opt.state[p]["direction"].flatten() for p in model.parameters()])
         torch.testing.assert_close(kept, last)
-
-
-def test_a_sum_has_the_curvature_of_a_sum():
-    model, x, y = case("perceptron")
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    matrix = oracle.Matrices(model, loss, (x, y)).fisher
-    assert_natural(train(started(model, loss=loss), model, x, y, loss), model, matrix)
-
-
-def test_batch_norm():
-    """Outputs depend on all samples: G is that of the whole batch."""
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
-        x, y = torch.randn(N, 3).double(), torch.randn(N, 2).double()
-    parameters = dict(model.named_parameters())
-    whole = lambda *values: torch.func.functional_call(model, dict(zip(parameters, values, strict=True)), x)
-    jacobian = torch.autograd.functional.jacobian(whole, tuple(parameters.values()))
-    rows = torch.cat([part.reshape(2 * N, -1) for part in jacobian], 1)
-    model[1].reset_running_stats()
-    found = train(started(model, loss=nn.MSELoss()), model, x, y, nn.MSELoss())
-    assert_natural(found, model, rows.T @ rows / N)  # of the mean over two entries of squares
-    assert model[1].num_batches_tracked == 1
-
-
-def test_frozen_thawed_and_unused_parameters():
-    with seeded(0):
-        model = Raw(
-            lambda m, x: m.out(m.first(x).tanh()) if m.uses else m.out(x.tanh()),
-            first=nn.Linear(4, 4), out=nn.Linear(4, C),
-        ).double()  # fmt: skip
-        x, y = torch.randn(N, 4).double(), torch.randint(C, (N,))
-    model.first.requires_grad_(False)
-    model.uses = True
-    opt = started(model)
-    frozen = model.first.weight.clone()
-    train(opt, model, x, y)
-    assert torch.equal(model.first.weight, frozen)
-    model.first.requires_grad_(True)
-    for uses in (True, False):
-        model.uses = uses
-        first, matrix = model.first.weight.clone(), fisher_of(model, exact(), x, y)
-        assert_natural(train(opt, model, x, y), model, matrix)
-        assert torch.equal(model.first.weight, first) != uses
 
 
 @pytest.mark.parametrize("solver", ["woodbury", "cg"])
@@ -246,54 +190,6 @@ def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
     if options:
         assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
         assert opt.stats()["step_size"] != 0 and "step 15" in opt.summary()
-
-
-def test_a_search_halves_until_the_loss_stops_falling():
-    model, x, y = case("perceptron")
-    matrix = fisher_of(model, exact(), x, y)
-    opt = started(model, damping=1e-4, line_search=True)
-    before = flat(model)
-    closure = lambda: F.cross_entropy(model(x), y)
-    loss = opt.step(closure)
-    model_after, length = flat(model), opt.stats()["step_size"]
-    nn.utils.vector_to_parameters(before, model.parameters())
-    g = torch.cat([p.flatten() for p in torch.autograd.grad(closure(), list(model.parameters()))])
-    direction = -torch.linalg.solve(damped(matrix, 1e-4), g)
-    torch.testing.assert_close(model_after - before, length * direction)
-    values = {}
-    for part in (length / 2, length, min(2 * length, 1.0)):
-        nn.utils.vector_to_parameters(before + part * direction, model.parameters())
-        values[part] = closure().item()
-    assert values[length] == min(values.values()) < loss.item()
-
-
-@pytest.mark.training_run
-@pytest.mark.parametrize("shape, inject", [((7,), None), ((5, 7), isotropic(5)), ((5, 7), isotropic(9))])
-def test_few_outputs_of_a_single_sample_converge(shape: tuple[int, ...], inject: Any):
-    """A vector for every output has no noise, which would keep the steps from an end."""
-    with seeded(0):
-        model = Raw(lambda m, x: m.p.sum(-1)[None] + 0 * x, p=shape)
-    opt = NaturalGradient(model, inject=inject)
-    x, y = torch.zeros(1, 1), torch.zeros(1, *(shape[:-1] or (1,)))
-    for _ in range(100):
-        backward(model, opt, F.mse_loss, x, y)
-        opt.step()
-    assert F.mse_loss(model(x), y) < 1e-9
-
-
-@pytest.mark.training_run
-def test_it_learns_digits():
-    """Ten passes over 500 digits in batches, AdamW at its usual rate beside it."""
-    x, y = (t[:700] for t in digits())
-    found = []
-    for order, make in itertools.product(ORDERS, (NaturalGradient, lambda m: torch.optim.AdamW(m.parameters(), 1e-3))):
-        with seeded(0):
-            model = mlp()
-        opt = make(model)
-        for batch in itertools.islice(epochs(500, 100, order), 50):
-            train(opt, model, x[batch], y[batch])
-        found.append(float((model(x[500:]).argmax(1) == y[500:]).float().mean()))
-    assert median(found[::2]) > max(0.8, median(found[1::2]) + 0.03), found
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -421,17 +317,6 @@ def test_a_layer_that_is_read_later_and_one_that_is_frozen() -> None:
         found, gradient = direction(opt, model, batch, y)
         points(found, torch.where(where, inverse @ gradient, 0.0))
     assert ["two"] not in [list(block.names) for block in opt.store.blocks]
-
-
-def test_the_last_direction_is_kept_with_the_damping_of_each_block() -> None:
-    """SPRING: u = (G + damping)^-1 (g + damping * momentum * last u)."""
-    model, x, y = problem()
-    opt = NaturalGradient(model, damping=DAMPING, momentum=0.6, loss=ENTROPY, layerwise=True, line_search=True)
-    first = expected(model, x, y)
-    _, gradient = direction(opt, model, x, y)
-    second = expected(model, x, y)
-    found, later = direction(opt, model, x, y)
-    points(found, second @ (later + DAMPING * 0.6 * (first @ gradient)))
 
 
 def test_residuals_are_refused() -> None:

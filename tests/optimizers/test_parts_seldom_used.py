@@ -10,23 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature import exact
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.schedule import DRIFT, Schedule
-from support.cases.case import Raw, seeded
+from support.cases.case import seeded
 from support.combinations import in_pairs, in_turn
 
-OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
 EVERY = [KFAC, EKFAC, NaturalGradient, lambda model: NaturalGradient(model, layerwise=True)]
 
 with seeded(0):
     X, Y = torch.randn(32, 6), torch.randint(3, (32,))
-
-
-def with_heads() -> nn.Module:
-    with seeded(1):
-        body, heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
-    return Raw(lambda m, x, head: m.heads[head](m.body(x).tanh()), body=body, heads=heads)
 
 
 def step(model: nn.Module, opt: Any, *args: Any, y: Tensor = Y) -> float:
@@ -35,33 +27,6 @@ def step(model: nn.Module, opt: Any, *args: Any, y: Tensor = Y) -> float:
     loss.backward()
     opt.step()
     return loss.item()
-
-
-@OPTIMIZERS
-def test_a_head_that_is_seldom_used_gets_curvature(optimizer: type[KFAC]) -> None:
-    """Every 30th step used it, between two renewals, so that it had none for ever."""
-    model = with_heads()
-    opt = optimizer(model)
-    for k in range(90):
-        step(model, opt, int(k % 30 == 29))
-    (own,) = (block for block in opt.store.blocks if block.names[0] == "heads.1.weight")
-    assert own.is_ready and "mean of others" not in opt.report()
-    assert not opt.preconditioner.schedule.awaited
-
-
-def test_what_no_pass_shows_is_not_awaited() -> None:
-    """A parameter that a penalty alone reads: renewals stay as seldom as they are."""
-    counts = []
-    for has_penalty in (False, True):
-        model = with_heads()
-        opt = KFAC(model)
-        for _ in range(60):
-            opt.zero_grad()
-            loss = F.cross_entropy(model(X, 0), Y) + has_penalty * model.heads[1].weight.square().sum()
-            loss.backward()
-            opt.step()
-        counts.append(sum(entry["renewed"] for entry in opt.history))
-    assert counts[0] == counts[1] < 40
 
 
 @pytest.mark.parametrize("period", range(2, 13))
@@ -131,24 +96,3 @@ def test_a_layer_may_grow_in_place(optimizer: type[KFAC], steps: int) -> None:
     losses = [step(model, opt, y=(Y + 1) % 3) for _ in range(30)]
     assert losses[-1] < losses[0] - 0.3
     assert dict(model.named_parameters())["0.weight"].shape == (8, 6) and "8x8" in opt.report()
-
-
-def test_a_block_of_a_new_shape_is_that_of_a_new_optimizer() -> None:
-    """After a replacement the next pass is recorded."""
-    ends = []
-    for is_new in (False, True):
-        with seeded(2):
-            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), plain(3, 3)).double()
-        opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=exact())
-        if not is_new:
-            F.cross_entropy(model(X.double()), Y).backward()
-            opt.zero_grad()
-            model[2] = plain(4, 5).double()
-            opt.add_param_group({"params": model[2].parameters()})
-        else:
-            model[2] = plain(4, 5).double()
-            opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=exact())
-        F.cross_entropy(model(X.double()), Y).backward()
-        opt.step()
-        ends.append(model[2].weight.detach())
-    torch.testing.assert_close(*ends)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.report import Row, table
 from support.cases.case import Raw
 
 
@@ -60,13 +59,6 @@ def test_a_replaced_layer_has_one_row_for_each_parameter():
     opt.step()
     rows = [line for line in opt.report().splitlines() if line.startswith("1.")]
     assert [row.split() for row in rows] == [["1.weight", "not", "trained", "[1]"], ["1.bias", "not", "trained", "[1]"]]
-
-
-def test_names_that_do_not_fit_have_lines_of_their_own():
-    names = ["x" * 90 + ".weight", "y.weight"]
-    lines = table([Row([names[0]], "kronecker", "B 2x2, A 3x3", 1.5), Row([names[1]], "diagonal", reason="why")])
-    assert lines[1] == names[0] and lines[2].split() == ["kronecker", "B", "2x2,", "A", "3x3", "1.50"]
-    assert lines[3].split() == ["y.weight", "diagonal", "[1]"] and lines[4] == "[1] why"
 
 
 def test_a_recurrent_layer_within_a_checkpoint_says_why_it_has_no_factors():

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, optimizer
 
 from curvature.recording import warn_once
-from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
+from optimizers import EKFAC, KFAC, NaturalGradient, StepRule
 from support.habits import copied, moved
-from support.training import closure_of
 
 X, Y = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
 REPEATED = {
@@ -38,45 +37,6 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> None:
         opt.zero_grad()
         F.mse_loss(model(X), Y).backward()
         opt.step()
-
-
-class Descent(StepRule):
-    """Small steps along the direction, told in one of several ways."""
-
-    def __init__(self, form: str) -> None:
-        self.form = form
-
-    def step(self, context: Any, evaluation: Any) -> Any:
-        gradients = context.gradients()
-        if not gradients:
-            return Outcome(evaluation.value)
-        renewal = context.renew(gradients)
-        moves = {name: -0.1 * d for name, d in context.solve(gradients).items()}
-        if self.form == "moves itself":
-            for name, d in moves.items():
-                context.trained[name].add_(d)
-            return Outcome(evaluation.value, renewal=renewal)
-        known = {"without entry": {}, "without renewal": {}, "with entry": {"entry": {}, "renewal": renewal}}
-        return Outcome(evaluation.value, moves, **known[self.form])
-
-
-@pytest.mark.parametrize("form", ["without entry", "without renewal", "with entry"])
-def test_steps_of_a_rule_count_whatever_it_tells(form: str) -> None:
-    model = network()
-    opt = KFAC(model, factor_every=5, step_rule=Descent(form))
-    recorded = []
-    opt.recorder.record = lambda *args: recorded.append(1)  # type: ignore[method-assign]
-    train(model, opt, 30)
-    assert opt.steps == 30
-    assert len(recorded) < 20
-    assert [entry["step"] for entry in opt.history] == list(range(30))
-
-
-def test_a_rule_that_moves_parameters_itself_counts_with_its_renewals() -> None:
-    model = network()
-    opt = NaturalGradient(model, step_rule=Descent("moves itself"))
-    train(model, opt, 4)
-    assert opt.steps == 4
 
 
 @pytest.mark.parametrize("returned", [{"displacement": {}}, None, (1, 2)])
@@ -138,27 +98,6 @@ def test_bad_batches_in_a_row_are_told_once(make: Any, scale: float | None, said
     for record in said.records:
         told += "3 batches in a row were left out" in record.message and "that of 0.bias)" in record.message
     assert told == 2 == said.text.count("batches in a row")
-
-
-def test_empty_steps_between_others_are_no_mistake(said: pytest.LogCaptureFixture) -> None:
-    model = network()
-    opt = KFAC(model)
-    for _ in range(4):
-        train(model, opt, 1)
-        opt.zero_grad()
-        opt.step()
-        opt.step()
-    assert "three steps in a row" not in said.text
-
-
-@pytest.mark.parametrize("name", REPEATED)
-def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
-    model = network()
-    opt = REPEATED[name](model)
-    closure = closure_of(model, opt, F.mse_loss, X, Y)
-    for _ in range(3):
-        opt.step(closure)
-        assert all(opt.state.values())
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
@@ -265,20 +204,6 @@ def test_a_closure_that_reads_some_parameters_itself_steps(name: str, form: str)
     for _ in range(4):
         last = float(opt.step(closure))
     assert last < first
-
-
-def test_a_plain_step_takes_a_closure_of_outputs_computed_before() -> None:
-    model = network()
-    opt, predicted = KFAC(model), model(X)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        loss = F.mse_loss(predicted, Y)
-        loss.backward()
-        return loss
-
-    first = opt.step(closure).item()
-    assert float(F.mse_loss(model(X), Y)) < first
 
 
 @pytest.mark.parametrize("name", REPEATED)

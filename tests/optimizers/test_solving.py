@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from curvature.kronecker import KroneckerInverse
-from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from optimizers import EKFAC, KFAC
 from optimizers.preconditioner import VectorSolver, mean_eigenvalue
@@ -81,32 +80,6 @@ def test_together_is_alone(name: str, kind: str, damping: float | None, device: 
     assert len(sizes) == MODELS[name][2]
 
 
-@pytest.mark.parametrize("apart", [{"1.bias"}, {"0.weight", "0.bias"}], ids=["a bias", "a layer"])
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-def test_parameters_with_options_of_their_own(kind: str, apart: set[str], device: str):
-    model, blocks = curvature_of("linear", kind, None, device)
-    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset(apart)), 1e-12)
-
-
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-def test_layers_of_one_form_whose_inverses_are_too_large_to_copy(kind: str, device: str, monkeypatch):
-    monkeypatch.setattr("curvature.kronecker.applied.STACKED_MAX_SIDE", ByDevice(2, 2))
-    model, blocks = curvature_of("linear", kind, None, device)
-    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
-
-
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-def test_parameters_without_curvature_and_blocks_that_miss_one(kind: str, device: str):
-    """The mean eigenvalue of all that can be solved with stands in."""
-    model, blocks = curvature_of("linear", kind, None, device)
-    assert_solved(model, blocks[:-1], vector_of(model, blocks[:-1], torch.float64, frozenset()), 1e-12)
-
-
-def test_solutions_have_the_precision_of_the_gradients():
-    model, blocks = curvature_of("linear", "kronecker", None, "cpu")
-    assert_solved(model, blocks, vector_of(model, blocks, torch.bfloat16, frozenset()), 0.0)
-
-
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 def test_without_curvature_a_gradient_is_divided_by_the_mean_eigenvalue_of_all(optimizer: type[KFAC]):
     model, loss, x, y = task("mlp", n=16)
@@ -118,24 +91,6 @@ def test_without_curvature_a_gradient_is_divided_by_the_mean_eigenvalue_of_all(o
     gradients = {name: torch.arange(float(p.numel())).view_as(p) for name, p in trained.items()}
     found = opt.preconditioner.solve(gradients, trained)
     torch.testing.assert_close(found["extra"], gradients["extra"] / mean)
-
-
-def test_what_solves_is_made_anew_where_an_inverse_is():
-    model, loss, x, y = task("mlp", n=16)
-    opt = KFAC(model, factor_every=1, decompose_every=3)
-    train(model, opt, loss, x, y, 20)
-    parts, inverted = opt.preconditioner, []
-    for step in range(opt.steps, opt.steps + 6):
-        before = parts.solver
-        train(model, opt, loss, x, y, 1)
-        inverted.append(step in parts.schedule.inverted.values())
-        assert parts.schedule.renewed == step and (parts.solver is not before) == inverted[-1]
-        assert parts.solver is not None
-        names = parts.solver.layout.names
-        vector = LayerVector.of(parts.solver.layout, {name: torch.randn_like(opt.trained()[name]) for name in names})
-        fresh = VectorSolver(parts.solver.layout, parts.blocks)(vector)
-        assert all(map(torch.equal, parts.solver(vector).vectors, fresh.vectors))
-    assert set(inverted) == {True, False}
 
 
 def test_the_mean_eigenvalue_is_that_of_the_last_renewal():

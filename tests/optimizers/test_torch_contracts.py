@@ -146,22 +146,6 @@ def test_states_are_data(kind: Kind) -> None:
     assert_same(first, second)
 
 
-def test_order_of_hooks(kind: Kind) -> None:
-    model, seen = net(), []
-    opt = kind(model)
-    note = lambda text: lambda *_: seen.append(text)
-    for prepend in (False, True):
-        opt.register_state_dict_pre_hook(note(f"save {prepend}"), prepend=prepend)
-        opt.register_load_state_dict_post_hook(note(f"loaded {prepend}"), prepend=prepend)
-    handles = [opt.register_step_pre_hook(note("before")), opt.register_step_post_hook(note("after"))]
-    opt.load_state_dict(opt.state_dict())
-    train(model, opt, 1)
-    for handle in handles:
-        handle.remove()
-    train(model, opt, 1)
-    assert seen == ["save True", "save False", "loaded True", "loaded False", "before", "after"]
-
-
 def test_steps_have_a_name_in_profiles(kind: Kind) -> None:
     model = net()
     opt = kind(model)

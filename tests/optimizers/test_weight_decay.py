@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
-from support.training import task, train
 
 pytestmark = pytest.mark.fast
 
@@ -45,26 +43,6 @@ def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
             schedule.step()
         ends.append(flat(model))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
-
-
-@pytest.mark.training_run
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("decay", [0.1, 1.0])
-def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:
-    """Their norm against that of the run without decay, after ten steps: later runs part by chance.
-
-    Renewals come at every step: otherwise decay also decides when averages are renewed, and the runs part at once.
-    """
-    shrunk = []
-    every = {} if maker == "NaturalGradient" else {"factor_every": 1, "decompose_every": 1}
-    for make in (functools.partial(MAKERS[maker], **every), adamw):
-        norms = []
-        for own in (0.0, decay):
-            model, loss, x, y = task("mlp")
-            train(model, make(model, weight_decay=own), loss, x, y, 10)
-            norms.append(float(flat(model).norm()))
-        shrunk.append(math.log(norms[0] / norms[1]))
-    assert 0.6 < shrunk[0] / shrunk[1] < 1.5, shrunk
 
 
 @pytest.mark.parametrize("name", CLOSURES)
@@ -124,70 +102,3 @@ def test_one_group_of_all_and_wrong_groups(maker: str) -> None:
 
 
 # -- the default of KFAC and EKFAC: a share of how far the layer moves
-
-
-def two_layers() -> tuple[nn.Module, Tensor, Tensor]:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
-        return model, torch.randn(6, 3).double(), torch.randint(2, (6,))
-
-
-def decayed(maker: Any, lrs: tuple[float, float] = (1.0, 1.0), **options: Any) -> tuple[dict[str, Tensor], ...]:
-    """Parameters before a step, after it, and the step itself, the last layer having an lr of its own."""
-    model, x, y = two_layers()
-    opt = maker(model, lr=lrs[0], groups=[{"params": model[3].parameters(), "lr": lrs[1]}], **options)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    nn.functional.cross_entropy(model(x), y).backward()
-    opt.step()
-    steps = {name: opt.state[p]["displacement"].clone() for name, p in model.named_parameters()}
-    return before, {name: p.detach().clone() for name, p in model.named_parameters()}, steps
-
-
-@pytest.mark.parametrize("lrs", [(1.0, 1.0), (0.5, 0.1), (0.0, 1.0)])
-@pytest.mark.parametrize("maker", ["KFAC", "EKFAC"])
-def test_by_default_matrices_shrink_by_a_fifth_of_how_far_their_layer_moves(
-    maker: str, lrs: tuple[float, float]
-) -> None:
-    """Relative to its norm, tensors shorter than one counting as one; biases and the scales of norms do not shrink."""
-    before, after, steps = decayed(MAKERS[maker], lrs)
-    for layer in ("0", "1", "3"):
-        names = [f"{layer}.weight", f"{layer}.bias"]
-        moved = math.sqrt(sum(float(steps[name].square().sum()) for name in names))
-        whole = math.sqrt(sum(max(float(before[name].norm()), 1.0) ** 2 for name in names))
-        shares = [0.2 * moved / whole if before[name].ndim > 1 else 0.0 for name in names]
-        assert (shares[0] > 0) == (layer != "1" and lrs[layer == "3"] > 0)
-        for name, share in zip(names, shares, strict=True):
-            torch.testing.assert_close(after[name], (1 - share) * before[name] + steps[name], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("options", [{"weight_decay": 0}, {"weight_decay": 0.0}])
-@pytest.mark.parametrize("maker", ["KFAC", "EKFAC"])
-def test_zero_turns_the_default_off(maker: str, options: dict[str, Any]) -> None:
-    before, after, steps = decayed(MAKERS[maker], **options)
-    for name, p in after.items():
-        torch.testing.assert_close(p, before[name] + steps[name], rtol=1e-12, atol=1e-14)
-
-
-def test_natural_gradients_have_no_decay_by_default() -> None:
-    before, after, steps = decayed(NaturalGradient)
-    for name, p in after.items():
-        torch.testing.assert_close(p, before[name] + steps[name], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["adaptive", "residuals"])
-def test_steps_that_a_closure_judges_have_no_decay_by_default(name: str) -> None:
-    """Those of `adaptive` itself: before it hands over to the plain steps."""
-    ends = []
-    for options in ({}, {"weight_decay": 0.0}):
-        with seeded(0):
-            model, x, y = nn.Linear(3, 1).double(), torch.randn(12, 3).double(), torch.randn(12).double()
-        opt = CLOSURES[name](model, **options)
-
-        def closure() -> Tensor:
-            r = model(x)[:, 0] - y  # noqa: B023
-            return r if name == "residuals" else r.square().mean()
-
-        for _ in range(2):
-            opt.step(closure)
-        ends.append(flat(model))
-    assert torch.equal(*ends)

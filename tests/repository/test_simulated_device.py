@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from support.cases.case import Raw
-
-lstm = lambda: recurrent(nn.LSTM)
-gru = lambda: recurrent(nn.GRU)
+from support.combinations import in_pairs
+from support.training import task, train
 
 
 @pytest.fixture(autouse=True)
@@ -24,60 +22,21 @@ def sim(device, monkeypatch):
     return importlib.import_module("support.simulated_device.simdev")
 
 
-def attend(m, x):
-    h = m.embed(x)
-    q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in m.qkv(m.norm(h)).chunk(3, -1))
-    with sdpa_kernel(SDPBackend.MATH):
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return m.out(h + a.transpose(1, 2).flatten(2))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), torch.randn(6, 5), torch.randint(3, (6,))
-
-
-def cnn():
-    layers = [nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.GroupNorm(2, 4), nn.ReLU()]
-    layers += [nn.BatchNorm2d(4), nn.MaxPool2d(2)]
-    last = nn.ConvTranspose2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(4 * 25, 3)
-    return nn.Sequential(*layers, *last), torch.randn(6, 2, 8, 8), torch.randint(3, (6,))
-
-
-def attention():
-    parts = {"embed": nn.Embedding(11, 8), "norm": nn.LayerNorm(8), "qkv": nn.Linear(8, 24), "out": nn.Linear(8, 11)}
-    return Raw(attend, **parts), torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
-
-
-def recurrent(kind):
-    cells = kind(5, 6, num_layers=2, batch_first=True)
-    model = Raw(lambda m, x: m.out(m.cells(x)[0][:, -1]), cells=cells, out=nn.Linear(6, 3))
-    return model, torch.randn(4, 7, 5), torch.randint(3, (4,))
-
-
-def train(case, device, optimizer):
-    torch.manual_seed(0)
-    model, x, y = case()
-    model, x, y = model.to(device), x.to(device), y.to(device)
-    if case in (lstm, gru):  # torch's fused cells round otherwise than the CPU's
+def trained(name, device, optimizer):
+    model, loss, x, y = task(name, device)
+    if name == "lstm":  # torch's fused cells round otherwise than the CPU's
         model, x = model.double(), x.double()
-    opt, losses = optimizer(model.parameters()), []
-    for _ in range(4):
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
+    with sdpa_kernel(SDPBackend.MATH):
+        losses = train(model, optimizer(model.parameters()), loss, x, y, 4)
     assert all(p.device.type == device and p.grad.device.type == device for p in model.parameters())
     return losses, [p.detach().cpu() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("case", [mlp, cnn, attention, lstm, gru])
-@pytest.mark.parametrize("opt", ["SGD", "AdamW"])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_trains_as_on_the_cpu(case, opt, foreach):
+@in_pairs(name=["mlp", "cnn", "gpt", "vit", "lstm"], opt=["SGD", "AdamW"], foreach=[True, False])
+def test_trains_as_on_the_cpu(name, opt, foreach):
     make = lambda p: getattr(torch.optim, opt)(p, lr=0.05, foreach=foreach)
-    (losses, here), (found, there) = train(case, "cpu", make), train(case, "sim", make)
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} if case in (lstm, gru) else {"rtol": 0, "atol": 0}
+    (losses, here), (found, there) = trained(name, "cpu", make), trained(name, "sim", make)
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if name == "lstm" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(found, losses, **tolerance)
     torch.testing.assert_close(there, here, **tolerance)
 

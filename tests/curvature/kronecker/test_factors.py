@@ -136,22 +136,6 @@ def test_tied_decoder(name: str, sharing: str):
     close(rows.diagonal().sum() * columns.diagonal().sum(), torch.as_tensor(trace))
 
 
-def test_the_reads_of_one_kind_are_places_of_one_use():
-    """A layer called on 3 and on 5 places is as one called on 8."""
-    run = lambda m, x, y: m.layer(x).tanh().sum(1) + m.layer(y).tanh().sum(1)
-    model, x, y = built(lambda: Raw(run, layer=nn.Linear(2, 2))), drawn(N, 3, 2), drawn(N, 5, 2, seed=2)
-    terms, biases, _ = terms_of(model, x, y)
-    joined = built(lambda: Raw(lambda m, x: m.layer(x).tanh().sum(1), layer=nn.Linear(2, 2)))
-    one, _, _ = terms_of(joined, torch.cat([x, y], 1))
-    assert len(terms["layer.weight"]) == 2 and len(one["layer.weight"]) == 1
-    for sharing in ("expand", "reduce"):
-        scheme = scheme_of(model, "layer.weight", terms, biases["layer.weight"], sharing)
-        (found,), (expected,) = (scheme.readings(t["layer.weight"]).values() for t in (terms, one))
-        for k in range(2):
-            close(torch.as_tensor(scheme.activations(found)[k]), torch.as_tensor(scheme.activations(expected)[k]))
-        close(scheme.backprops([found], weights=WEIGHTS), scheme.backprops([expected], weights=WEIGHTS))
-
-
 # -- what a scheme is
 
 
@@ -177,15 +161,6 @@ def test_reads_of_different_numbers_of_samples_are_added_up(sharing: str):
     for function in (lambda terms: scheme.activations(terms)[0], lambda terms: scheme.backprops([terms])):
         close(function([one, two]), function([one]) + function([two]))
     assert scheme.activations([one, two])[1] == (N + 1) * (2 if sharing == "expand" else 1)
-
-
-def test_a_large_side_is_its_diagonal():
-    model, x = built(lambda: nn.Linear(3, 2)), drawn(N, 4, 3)
-    terms, _, _ = terms_of(model, x)
-    whole, part = (Scheme.of(terms["weight"], [(2, 3), (2,)], torch.float64, "expand", limit) for limit in (4, 3))
-    assert whole is not None and part is not None
-    assert (whole.storage, part.storage) == (("dense", "dense"), ("dense", "diagonal"))
-    close(part.activations(terms["weight"])[0], whole.activations(terms["weight"])[0].diagonal(dim1=1, dim2=2))
 
 
 def test_what_has_no_kronecker_factors():

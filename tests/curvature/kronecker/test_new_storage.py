@@ -4,20 +4,16 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import curvature.kronecker.sides
 from curvature.kronecker import Side
 from curvature.kronecker.applied import DiagonalMatrix, Matrix
 from curvature.kronecker.sides import PACKED_MIN_SIDE, STORAGES, DenseSide, PackedSide, storage_of
-from curvature.linalg import ByDevice
 from optimizers import EKFAC, KFAC
-from support.cases.case import Raw
 from support.training import train
 
 SHARE = 0.05
@@ -77,12 +73,6 @@ class QuickIdentity(ScaledIdentity):
         return self.diagonal(), DiagonalMatrix(torch.ones_like(self.diagonal()))
 
 
-def tied() -> nn.Module:
-    """A decoder that is its embedding."""
-    run = lambda m, x: F.linear(m.words(x).tanh(), m.words.weight).mean(1)
-    return Raw(run, words=nn.Embedding(5, 3)).double()
-
-
 def trained(kind: type[KFAC], steps: int = 3) -> tuple[nn.Module, KFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -132,22 +122,6 @@ def test_training_goes_on_from_a_checkpoint(kind: type[KFAC], storage: type[Side
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(5, 3)).double(), tied])
-def test_the_mean_of_a_factor_is_kept(make: Any, storage: type[Side], monkeypatch: pytest.MonkeyPatch):
-    """What it stores is the mean eigenvalue of the dense factor, also of a weight that is read in two ways."""
-    found = []
-    for name in (storage.name, "dense"):
-        monkeypatch.setattr("curvature.kronecker.factors.storage_of", lambda *_, name=name: name)
-        torch.manual_seed(0)
-        model = make()
-        opt, x = KFAC(model), torch.randint(5, (8, 5)) if make is tied else torch.randn(8, 5).double()
-        F.cross_entropy(model(x), torch.randint(3, (8,))).backward()
-        opt.step()
-        (block,) = opt.store.blocks
-        found.append([float(side.diagonal().mean()) for side in block.sides])
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
-
-
 def test_sums_of_processes(storage: type[Side]):
     """Their entries add up."""
     moments = torch.rand(2, 1, 4).double()
@@ -162,29 +136,6 @@ LARGE = PACKED_MIN_SIDE + 1
 def symmetric(groups: int, d: int) -> Tensor:
     x = torch.randn(groups, d, d, dtype=torch.float64)
     return x + x.mT
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("d", [1, 2, 3, 4, 7, 8])
-def test_a_side_is_its_lower_triangle(d: int, groups: int):
-    side = symmetric(groups, d)
-    side[:, 0, -1] = torch.nan if d > 1 else 1.0  # above the diagonal
-    packed = PackedSide.of(side, (d,))
-    rows, columns = torch.tril_indices(d, d)
-    lower = side[:, rows, columns]
-    assert torch.equal(packed.entries.sort(1).values, lower.sort(1).values)
-    assert torch.equal(packed.dense(), side.tril() + side.tril(-1).mT)
-    assert torch.equal(packed.lower().tril(), side.tril())
-    assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2)) and (len(packed), packed.size) == (groups, d)
-
-
-@pytest.mark.parametrize("cut", [(2, 2, 1), (3, 3), (5,)])
-def test_of_diagonal_blocks_nothing_else_is_kept(cut: tuple[int, ...]):
-    side = symmetric(2, sum(cut))
-    packed, expected = PackedSide.of(side, cut), torch.stack([torch.block_diag(*blocks_of(own, cut)) for own in side])
-    assert torch.equal(packed.lower().tril(), expected.tril())
-    assert torch.equal(packed.dense(), expected) and packed.entries.shape == (2, sum(n * (n + 1) // 2 for n in cut))
-    assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2))
 
 
 def blocks_of(side: Tensor, cut: tuple[int, ...]) -> list[Tensor]:
@@ -203,30 +154,6 @@ def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
 
 
 # renewed at every step: packed or not, averages change by about as much, but not by the same number
-EVERY = {"factor_every": 1, "decompose_every": 1}
-
-
-@pytest.mark.parametrize("options", [{}, {"block_size": 5}])
-@pytest.mark.parametrize("make", [KFAC, EKFAC])
-@pytest.mark.parametrize("tied", [False, True])
-def test_training_is_the_same(make: Any, options: Any, tied: bool, monkeypatch: pytest.MonkeyPatch):
-    """Packed and not, up to the rounding of sums; large sides alone or together."""
-    found = []
-    for size, alone in ((1, 1), (1, 512), (1000, 512)):
-        monkeypatch.setattr(curvature.kronecker.sides, "PACKED_MIN_SIDE", size)
-        monkeypatch.setattr("curvature.kronecker.inverses.JOINED_MAX_SIDE", ByDevice(alone, alone))
-        torch.manual_seed(0)
-        first, last = nn.Linear(9, 9, bias=not tied), nn.Linear(9, 9, bias=not tied)
-        last.weight = first.weight if tied else last.weight
-        model = nn.Sequential(first, nn.Tanh(), last, nn.Tanh(), nn.Linear(9, 3)).double()
-        opt = make(model, **EVERY, **options)
-        for _ in range(6):
-            train(model, opt, F.cross_entropy, torch.randn(8, 9, dtype=torch.float64), torch.randint(3, (8,)), 1)
-        (kept,) = {type(block.sides[0]) for block in opt.store.blocks if block.names[0] == "0.weight"}
-        assert (kept is PackedSide) == (size == 1 or bool(options))
-        found.append([p.detach().clone() for p in model.parameters()])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-7, atol=1e-9)
 
 
 def test_bytes_are_those_of_triangles():

@@ -264,12 +264,6 @@ def test_factored(name: str, together: bool):
     assert found.condition() == pytest.approx(float(spread), rel=1e-6)
 
 
-def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
-    zero = torch.zeros(1, 3, 3)
-    found = fresh([(zero, torch.eye(4)[None])])[0](torch.zeros(1, 3, 4))
-    assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
-
-
 def test_singular_factors_without_damping():
     """The pseudo-inverse: what no sample reaches does not move."""
     rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
@@ -283,17 +277,3 @@ def test_singular_factors_without_damping():
 
 def projector(side: Tensor) -> Tensor:
     return side @ torch.linalg.pinv(side, rtol=1e-5)
-
-
-def test_sides_that_are_not_due_stay_as_they_are():
-    """Each product is of one side of before and one of now; without a previous inverse both are made."""
-    old, new = (spd(1, 5), spd(1, 4)), (spd(1, 5, 7), spd(1, 4, 6))
-    both = [product(*new)] * 3
-    before, now = fresh([old, new])
-    due = [(False, True), (True, False), (False, False)]
-    found = factored_inverses(both, [(SHARE, SHARE)] * 3, [before, before, None], [True] * 3, due)
-    expected = [(before.rows, now.columns), (now.rows, before.columns), (now.rows, now.columns)]
-    for own, (rows, columns) in zip(found, expected, strict=True):
-        close = torch.testing.assert_close
-        close(own.rows.entries, rows.entries), close(own.columns.entries, columns.entries)
-    assert found[0].rows is before.rows and found[1].columns is before.columns

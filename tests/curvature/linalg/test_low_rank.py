@@ -1,7 +1,5 @@
 """Inverses by the largest eigenvalues against those by all of them."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from curvature.kronecker.inverses import factored_inverses
 from curvature.kronecker.sides import DenseSide
 from curvature.linalg import ByDevice
 from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverses
-from curvature.preconditioners import invert
 from optimizers import KFAC
 from support.cases.case import seeded
 
@@ -57,31 +54,6 @@ def test_within_a_factor_of_the_inverse(values: Tensor):
     assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
 
 
-def test_nothing_stands_out_of_an_identity():
-    found = low_rank_inverse(with_values(sampled_identity()), DAMPING, None)
-    assert found is not None and found[0].shape[1] == 0
-    assert found[1].item() == pytest.approx(1 / (1 + DAMPING))
-
-
-def test_exact_where_the_rest_is_alike():
-    values = torch.ones(SIZE, dtype=torch.float64)
-    values[:5] = torch.tensor([100.0, 50.0, 30.0, 20.0, 10.0])
-    matrix = with_values(values)
-    first = low_rank_inverse(matrix, DAMPING, None)
-    assert first is not None and first[0].shape[1] == 5
-    found = low_rank_inverse(matrix, DAMPING, first[0])
-    assert found is not None and found[0].shape[1] == 5
-    # subspace iteration: the fifth value is 10 times the rest, and this is the fourth product
-    torch.testing.assert_close(relative(found, matrix), torch.ones(SIZE).double(), rtol=0.01, atol=0)
-
-
-def test_refused_where_many_stand_out():
-    """A third and a half of the values are ten, the others zero."""
-    for one_in in (2, 3):
-        values = (torch.arange(SIZE) % one_in == 0).double() * 10
-        assert low_rank_inverse(with_values(values), DAMPING, None) is None
-
-
 def test_follows_a_matrix_that_turns():
     """One pass from the last basis is enough after a small turn, and what it misses counts in the rest."""
     one, other = with_values(power_law(1.5)), with_values(power_law(1.5), seed=1)
@@ -92,21 +64,6 @@ def test_follows_a_matrix_that_turns():
         found = low_rank_inverse(matrix, DAMPING, first[0])
         assert found is not None
         assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
-
-
-def test_several_are_as_each_alone():
-    """Of different widths and dampings, with and without a start, refused ones among them."""
-    matrices = [with_values(values) for values in (power_law(1.5), power_law(1), (torch.arange(SIZE) % 2).double())]
-    start = low_rank_inverse(matrices[0], DAMPING, None)
-    assert start is not None
-    starts, dampings = [start[0], None, None], [DAMPING, 3 * DAMPING, DAMPING]
-    found = low_rank_inverses([partial(torch.clone, m) for m in matrices], dampings, starts)
-    assert [own is None for own in found] == [False, False, True]
-    for own, matrix, damping, first in zip(found[:2], matrices, dampings, starts, strict=False):
-        alone = low_rank_inverse(matrix, damping, first)
-        assert own is not None and alone is not None and own[0].shape == alone[0].shape
-        torch.testing.assert_close(own[0] @ own[0].mT, alone[0] @ alone[0].mT)
-        torch.testing.assert_close(own[1], alone[1])
 
 
 def test_sides_of_an_inverse():
@@ -152,21 +109,3 @@ def test_in_training(monkeypatch: pytest.MonkeyPatch):
         reports.append(opt.report())
     assert found[0] < 1.3 * found[1] and max(ends) < 0.05 * losses[0], (found, ends)
     assert "A 301x301 by" in reports[0] and " eigenvalues" in reports[0] and " eigenvalues" not in reports[1]
-
-
-def test_is_tried_again_whenever_the_updates_have_doubled(monkeypatch: pytest.MonkeyPatch):
-    """Also where a block is inverted more rarely than its average is updated."""
-    tried: list[bool] = []
-    counted = lambda pairs, shares, before, anew, due: (
-        tried.append(anew[0]) or factored_inverses(pairs, shares, before, anew, due)
-    )
-    monkeypatch.setattr("curvature.kronecker.factored_inverses", counted)
-    model = torch.nn.Linear(3, 2)
-    opt = KFAC(model)
-    model(torch.randn(8, 3)).sum().backward()
-    opt.step()
-    (block,) = opt.store.blocks
-    for updates in (2, 3, 5, 9, 10, 17, 18):
-        block.updates = updates
-        invert([block], 0.05)
-    assert tried == [True, True, False, True, False, True, False, False]

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,8 +15,8 @@ from curvature.estimators import (
     xdiag,
     xtrace,
 )
-from curvature.operators import Dense, Diagonal, spectra
-from support.combinations import member
+from curvature.operators import Dense, Diagonal
+from support.combinations import in_pairs, in_turn, member
 from support.structures import Source, blocks, dense, structures
 
 OF_PRODUCTS = {"xtrace": xtrace, "xdiag": xdiag}
@@ -82,17 +81,6 @@ def test_conjugate_gradient_needs_one_step_for_each_eigenvalue(device):
         conjugate_gradient(op, source.normal(30))
 
 
-def test_columns_have_their_own_pace(device):
-    """The same alone and beside others that take longer or are zero."""
-    op, _ = blocks(Source(device))
-    v = Source(device, seed=1).normal(op.space.size, 4)
-    v[:, 1], v[:, 2] = 0, op.eigenvalues()[-1]
-    together = conjugate_gradient(op, v)
-    alone = torch.stack([conjugate_gradient(op, column) for column in v.T], 1)
-    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-10)
-    assert (together[:, 1] == 0).all()
-
-
 def test_conjugate_gradient_with_a_preconditioner(device):
     source = Source(device)
     values = torch.logspace(-3, 3, 60)
@@ -155,8 +143,7 @@ def test_randomness_and_kind(name, dtype, device):
     assert not all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("name", OF_PRODUCTS)
-@pytest.mark.parametrize("make", (indefinite, lambda source: dense(source)[0]), ids=["indefinite", "definite"])
+@in_pairs(name=OF_PRODUCTS, make=[indefinite, lambda source: dense(source)[0]])
 def test_unbiased(name, make, device):
     op = make(Source(device))
     generator = torch.Generator().manual_seed(0)
@@ -247,17 +234,6 @@ def test_a_single_row(name):
     assert float(value) == pytest.approx(2.5) and float(error) < 1e-14
 
 
-def test_variance_reduction_pays(device):
-    """A spectrum that falls fast: the order of the papers."""
-    op = of_values(Source(device), torch.logspace(0, -20, 100))
-    generator = torch.Generator().manual_seed(0)
-    signs = [op.space.signs(30, generator) for _ in range(30)]
-    means = torch.stack([(z * (op @ z)).sum() / 30 for z in signs])  # Hutchinson's, without reduction
-    values = torch.stack([xtrace(op, 30, generator).value for _ in range(30)])
-    of = lambda traces: (traces - op.trace()).square().mean().sqrt()
-    assert of(values) < of(means) / 20
-
-
 @pytest.mark.parametrize("name", OF_PRODUCTS)
 def test_number_of_products(name, device):
     op = Counted(*(lambda op: (op.space, op.matrix))(indefinite(Source(device))))
@@ -295,19 +271,6 @@ def test_lanczos_with_all_steps_is_exact(values, device):
     torch.testing.assert_close(found.basis @ found.to_dense() @ found.basis.T, op.matrix, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_lanczos_where_squares_leave_single_precision(size):
-    matrix = Source().definite(d=12)
-    op = Dense(Source(dtype=torch.float32).space(w=(12,)), (size * matrix).float())
-    expected = torch.linalg.eigvalsh(op.matrix.double()) / size
-    alike = lambda found, wanted: torch.testing.assert_close(found.double() / size, wanted, rtol=0, atol=1e-4)
-    alike(torch.linalg.eigvalsh(lanczos(op, 12).to_dense().double()), expected)
-    for k in (1, 3):
-        alike(lanczos_eigenvalues(op, k), expected[-k:])
-    grid, density = (x.double() for x in spectral_density(op, 4000, 12))
-    torch.testing.assert_close(torch.trapezoid(density * grid, grid) / size, expected.mean(), rtol=0.05, atol=0)
-
-
 def test_lanczos_refuses(device):
     op = indefinite(Source(device))
     with pytest.raises(ValueError, match="at least one step"):
@@ -318,13 +281,16 @@ def test_lanczos_refuses(device):
         lanczos(op, 3, torch.zeros(29).to(op.matrix))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [torch.linspace(-3, 2, 300), torch.logspace(0, -8, 300), torch.tensor([5.0] * 4 + [1.0] * 296), torch.zeros(300)],
-    ids=["indefinite", "decaying", "multiple", "zero"],
+@in_turn(
+    values=[
+        torch.linspace(-3, 2, 300),
+        torch.logspace(0, -8, 300),
+        torch.tensor([5.0] * 4 + [1.0] * 296),
+        torch.zeros(300),
+    ],
+    dtype=[torch.float32] * 4 + [torch.float64] * 4,
+    k=[1, 4, 6],
 )
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-@pytest.mark.parametrize("k", (1, 4, 6))
 def test_lanczos_eigenvalues(values, dtype, k, device):
     op = of_values(Source(device, dtype), values)
     tolerance = 1e-8 if dtype == torch.float64 else 1e-4
@@ -356,15 +322,6 @@ def test_lanczos_eigenvalues_refuse(device):
             lanczos_eigenvalues(op, k)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_numbers_of_products_are_whole(name):
-    op = indefinite(Source("cpu"))
-    for k in (8.0, 7.5, True, "8", None):
-        with pytest.raises(TypeError, match=r"^(k|vectors): expected a whole number, found"):
-            ESTIMATORS[name](op, k, None)
-    assert torch.equal(op.eigenvalues(np.int64(3)), op.eigenvalues(3))
-
-
 @pytest.mark.fast
 def test_spectral_density(device):
     values = torch.cat([torch.zeros(60), torch.linspace(3, 4, 40)])
@@ -380,14 +337,6 @@ def test_spectral_density(device):
     expected = torch.distributions.Normal(values.to(mine), 0.5).log_prob(mine[:, None]).exp().mean(1)
     assert torch.equal(grid, mine)
     torch.testing.assert_close(density, expected, rtol=0, atol=0.03)
-
-
-def test_starts_that_do_not_fit_together_go_in_turn(monkeypatch, device):
-    op = indefinite(Source(device))
-    together = spectral_density(op, 5, 10)
-    monkeypatch.setattr(spectra, "MAX_BASIS_ENTRIES", 2 * 10 * 30)
-    for one, other in zip(together, spectral_density(op, 5, 10), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_spectral_density_of_a_multiple_of_the_identity(device):

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Sum
 from curvature.operators.kronecker import Kronecker
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.space import MAX_DIRECT_SIZE
@@ -68,13 +68,6 @@ def test_indefinite(name, device):
     assert op.logdet(0.02).isfinite()
 
 
-def test_advice_on_damping_works(device):
-    op = singular(Source(device))["dense"]
-    with pytest.raises(ValueError, match="Use a damping above") as caught:
-        op.logdet()
-    assert op.logdet(1.01 * float(str(caught.value).split()[-1])).isfinite()
-
-
 @pytest.mark.parametrize("size", (50, 400))
 def test_singular_of_any_size(size, device):
     source = Source(device, torch.float32)
@@ -82,12 +75,6 @@ def test_singular_of_any_size(size, device):
         op = Dense(source.space(a=(size,)), source.definite(d=size, rank=rank))
         with pytest.raises(ValueError, match="singular|indefinite"):
             op.solve(source.normal(size))
-
-
-def test_diagonal_of_any_range_is_exact(device):
-    values = torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float32, device=device)
-    op = Diagonal(Space(("a",), ((3,),), device=torch.device(device)), values)
-    torch.testing.assert_close(op.solve(values), torch.ones_like(values))
 
 
 def test_largest_eigenvalues_of_large_matrices(device):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.operators import BlockDiagonal, Operator, Space, load, stored
+from curvature.operators import BlockDiagonal, Operator, Space, load
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from support.cases.case import seeded
 from support.structures import ARRANGEMENTS, Source, structures
@@ -84,16 +84,6 @@ def test_methods_of_what_is_mapped(method: str, tmp_path: Path) -> None:
     v = Source().normal(op.space.size)
     lazily = load(tmp_path / "K.pt", lazily=True)
     torch.testing.assert_close(METHODS[method](lazily, v), METHODS[method](op, v))
-
-
-def test_a_solve_of_one_layer_reads_that_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = layers()
-    op.save(tmp_path / "K.pt")
-    lazily, made = load(tmp_path / "K.pt", lazily=True), []
-    monkeypatch.setattr(stored, "restore", lambda state, device: made.append(state) or op["b"])
-    v = Source().normal(op["b"].space.size)
-    assert torch.equal(lazily["b"].solve(v, D), op["b"].solve(v, D))
-    assert [state["space"]["names"] for state in made] == [["b.weight"]]
 
 
 def test_kronecker_factors_are_kept_in_their_eigenbasis() -> None:

@@ -70,13 +70,6 @@ def test_ratios_out_of_the_picture_are_at_its_edge():
     assert ax.get_ylim()[0] < -1 < 2 < ax.get_ylim()[1]
 
 
-def test_what_is_unknown_is_left_out():
-    (ax,) = plots.training([{"damping": 0.1}, {"damping": None}, {}, {"damping": 0.3}])
-    assert ax.get_ylabel() == LABELS[1] and shown(ax) == [[0, 3], [0.1, 0.3]]
-    axes = plots.training([entry | {"loss": None, "ratio": None} for entry in history_of()])
-    assert [ax.get_ylabel() for ax in axes] == [LABELS[1], LABELS[2], LABELS[4]]
-
-
 def test_a_batch_that_was_skipped_is_a_rejected_step():
     model = torch.nn.Linear(3, 1)
     opt = KFAC(model)

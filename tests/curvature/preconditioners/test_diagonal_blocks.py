@@ -81,17 +81,6 @@ def test_eigenbases_are_those_of_the_blocks(name: str):
         assert not basis[by_hand(torch.ones_like(side), 2, side is columns and len(block.names) > 1) == 0].any()
 
 
-def test_a_side_that_is_not_larger_stays_whole():
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
-    opt = KFAC(model, block_size=8)
-    model(torch.randn(16, 8)).square().mean().backward()
-    opt.step()
-    assert "B 32x32 in 4 blocks, A 9x9" in opt.report() and "B 4x4, A 33x33 in 4 blocks" in opt.report()
-    first, last = opt.store.blocks
-    assert [side.sizes for block in (first, last) for side in block.sides] == [(8,) * 4, (9,), (4,), (8, 8, 8, 9)]
-    assert first.cost == 4 * 8**3 + 9**3
-
-
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_checkpoints_keep_the_blocks(kind: type[KFAC]):
     with seeded(1):

@@ -1,8 +1,5 @@
 """Running curvature in the eigenbasis of Kronecker factors, against dense matrices of samples one by one."""
 
-import io
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +9,11 @@ from torch import Tensor, nn
 
 import curvature.linalg
 import curvature.preconditioners.block_diagonal
+import curvature.preconditioners.eigen
 import curvature.structures.eigen
-from curvature.kronecker import EigenInverse, KroneckerInverse
 from curvature.kronecker.eigenbasis import Basis
-from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics
+from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
 from curvature.preconditioners.block import invert
-from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import IndexedRows, OuterProduct, contractions, squared_gradients
@@ -195,14 +191,6 @@ def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: in
         close(block.values, diagonals(block.scheme.arrangement.to_matrices([term.gradients()]), N, basis_of(block)))
 
 
-def test_low_precision_is_summed_up_in_single():
-    model, (x, y) = built("linear", 2)
-    factors, block = started(model.bfloat16(), x.bfloat16())
-    update(factors, model, y.bfloat16())
-    assert block.values.dtype == torch.float32
-    close(block.values, exact(block, model.float(), y.bfloat16().float()), rtol=0.03)
-
-
 @each_model
 def test_values_are_carried_over_to_the_next_basis(name: str):
     """Those of the matrix that is diagonal in the old basis; its trace is the same in any."""
@@ -217,60 +205,6 @@ def test_values_are_carried_over_to_the_next_basis(name: str):
     moved = max(float((p.T @ q).square().amax(0).min()) for p, q in zip(old, new, strict=True))
     diagonal = block.basis.rows is None and block.basis.columns is None
     assert diagonal or moved < 0.999, "the basis should turn"
-
-
-@some_models
-def test_statistics_are_carried_over_to_the_basis_that_they_are_taken_into(name: str):
-    model, factors, block, (_, _, z) = going(name, 3)
-    old, before = basis_of(block), exact(block, model, z)
-    found = measure(factors, model, z, unit_vectors)
-    invert([block], 0.0, 0.1)
-    factors.update_average(found, 0.0)  # of the new alone
-    close(block.values, carried(before, old, basis_of(block)))
-
-
-@some_models
-def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
-    model, xs = built(name, 4)
-    eighs = curvature.linalg.psd_eighs
-
-    def scrambled(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return [scrambled_pair(*pair) for pair in eighs(sides)]
-
-    def scrambled_pair(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.randperm(values.shape[1], generator=generator)
-        signs = torch.randn(values.shape[1], generator=generator, dtype=values.dtype).sign()
-        return values[:, order], vectors[:, :, order] * signs
-
-    def run() -> Tensor:
-        factors, block = started(model, xs[0])
-        for x in xs[1:]:
-            update(factors, model, x)
-            invert(factors.blocks, 0.1)
-        return solved(block, model)
-
-    expected = run()
-    generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(curvature.linalg, "psd_eighs", scrambled)
-    close(run(), expected)
-
-
-@each_model
-def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str):
-    """Then blocks of both kinds solve the same, with damping of either kind; also after several decompositions."""
-    model, (x, y) = built(name, 2)
-    pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
-    ours, theirs = (block_of(factors, model) for factors in pair)
-    for factors in pair:
-        update(factors, model, x)
-        found = measure(factors, model, y, unit_vectors)
-        invert([block_of(factors, model)], 0.0, 0.3)  # too late for the batch
-        factors.update_average(found, DECAY)
-    for prepare in (lambda b: invert([b], 0.0, 0.3), lambda b: invert([b], 0.0, 0.02), lambda b: invert([b], 0.1)):
-        prepare(ours)
-        prepare(theirs)
-        close(solved(ours, model), solved(theirs, model))
-        close(ours.mean_eigenvalue, theirs.mean_eigenvalue)
 
 
 @each_model
@@ -343,88 +277,5 @@ def test_samples_before_the_basis_do_not_count_in_it(name: str):
     close(block.values, exact(block, model, z))
 
 
-def everything(block: Any) -> list[Tensor]:
-    found = [rows_of(block), columns_of(block), block.values, block.row_values, block.column_values]
-    return [t.clone() for t in [*found, *block.inverse.tensors()]]
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@some_models
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_batches_that_are_not_finite_are_left_out(name: str, bad: float):
-    model, factors, block, (x, y, z) = going(name, 3)
-    before = everything(block)
-    update(factors, model, z, vectors=lambda output: bad * unit_vectors(output))
-    measure(factors, model, z, unit_vectors)
-    assert same(everything(block), before)
-    other, theirs = started(model, x)
-    update(factors, model, z)
-    update(other, model, y, z)
-    assert same(everything(block), everything(theirs))
-
-
-def test_squares_that_overflow_leave_the_factors_alone_too():
-    model, (x, y) = built("no_bias", 2)
-    model, x, y = nn.Sequential(model[0]).float(), x.float(), y.float()
-    factors, block = started(model, x)
-    update(factors, model, y)
-    before = everything(block)
-    update(factors, model, 1e15 * y, vectors=lambda output: 1e6 * unit_vectors(output))
-    assert same(everything(block), before) and (block.updates, block.seen) == (2, 1)
-
-
-def reloaded(block: Block, device: str) -> Any:
-    file = io.BytesIO()
-    torch.save(block.state(), file)
-    file.seek(0)
-    return Block.restore(torch.load(file, weights_only=True), torch.device(device))
-
-
-@some_models
-@pytest.mark.parametrize("stop", range(7))
-def test_going_on_from_a_checkpoint_is_bitwise_the_same(name: str, stop: int, device: str):
-    """Saved before and after there is a basis, a batch in it, and another basis."""
-    model, (x, *xs) = built(name, 4, device)
-    factors = empty(model, x)
-    steps: list[Callable[[], None]] = []
-    for y in xs:
-        steps += [lambda y=y: update(factors, model, y), lambda: invert(factors.blocks, 0.1)]
-    for step in steps[:stop]:
-        step()
-    place = next(k for k, b in enumerate(factors.blocks) if isinstance(b, EigenBlock))
-    kept, again = factors.blocks[place], reloaded(factors.blocks[place], device)
-    assert type(again) is EigenBlock and again.bytes == kept.bytes
-    for own in (kept, again):
-        factors.blocks[place] = own
-        for step in steps[stop:]:
-            step()
-    assert same(everything(kept), everything(again))
-    assert (kept.updates, kept.seen) == (again.updates, again.seen) == (3, 2)
-
-
-def test_inverting_takes_blocks_of_all_kinds_and_those_that_saw_nothing():
-    model, (x,) = running_blocks.batches(1)
-    pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
-    for factors in pair:
-        update(factors, model, x)
-    blocks = [b for factors in pair for b in factors.blocks]
-    unseen = [b for b in empty(model, x, kind=KroneckerBlock).blocks if isinstance(b, KroneckerBlock)]
-    assert {type(b) for b in blocks} == {DiagonalBlock, EigenBlock, KroneckerBlock}
-    invert([*unseen, *blocks], 0.1)
-    assert all(b.is_ready for b in blocks) and unseen and not any(b.is_ready for b in unseen)
-    eigen, kronecker = (block_of(factors, model, "head.weight") for factors in pair)
-    assert type(eigen.inverse) is EigenInverse and type(kronecker.inverse) is KroneckerInverse
-
-
-def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
-    model, (x, y) = built("linear", 2)
-    nothing = lambda output: 0 * unit_vectors(output)
-    factors = empty(model.float(), x.float())
-    for part in (x, y):
-        update(factors, model, part.float(), vectors=nothing)
-        invert(factors.blocks, 0.1)
-    block = block_of(factors, model)
-    assert float(block.values.abs().max()) == 0 and bool(torch.isfinite(block.inverse.values).all())

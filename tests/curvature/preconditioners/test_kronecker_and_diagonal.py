@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
-from curvature import capture
 from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics, invert
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.structures import DiagonalStructure
-from support.cases.case import Raw, seeded
+from support.cases.case import seeded
 from support.running_blocks import (
     MODELS,
     N,
@@ -86,86 +83,6 @@ def test_a_block_is_a_layer(name: str):
     assert block_of(recorded(model, x), model).names == ("0.weight", "0.bias")
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_linear_networks_are_exact(layers: int, device):
-    """Every block is J^T J / N, where the backprops do not depend on the sample."""
-    with seeded(0):
-        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(device, torch.float64)
-        x = torch.randn(N, 3, dtype=torch.float64).to(device)
-    exactly, roughly = recorded(model, x), recorded(model, x, normal_vectors(500))
-    for k in range(layers):
-        names = [f"{k}.weight", f"{k}.bias"]
-        weight, bias = jacobians(model, x, names)
-        j = torch.cat([weight, bias[..., None]], 3).flatten(2).flatten(0, 1)
-        expected = j.T @ j / N
-        close(dense(block_of(exactly, model, names[0])), expected)
-        close(dense(block_of(roughly, model, names[0])), expected, rtol=0.15)
-    if layers == 1:
-        close(rows_of(block_of(exactly, model))[0], torch.eye(3, dtype=x.dtype, device=x.device))
-
-
-def uses_of(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(a, b) of all reads of the first parameter, one row a place, for one vector."""
-    with capture(model) as tape:
-        output = model(x)
-    found = []
-    name = next(iter(model.named_parameters()))[0]
-    for use, b in zip(tape.uses, tape.backprops(output, normal_vectors(1)(output.detach())), strict=True):
-        if name in use.names and not use.is_transpose:
-            assert use.activation is not None and b is not None
-            one_hot = use.function is F.embedding
-            a = F.one_hot(use.activation, 5).to(b.dtype) if one_hot else use.activation
-            found.append((a.flatten(0, -2), b[0].flatten(0, -2)))
-    return found
-
-
-@pytest.mark.parametrize("name", ["embedding", "tied_words", "transposed_words", "tied_autoencoder_square"])
-def test_tied_weights_add_the_trace_of_all_uses(name: str):
-    model, x = built(name)
-    block = block_of(recorded(model, x, normal_vectors(1)), model)
-    total = sum(a.square().sum(1).mean() * b.square().sum() / N for a, b in uses_of(model, x))
-    close(block.mean_eigenvalue * block.dimension, torch.as_tensor(total))
-
-
-@pytest.mark.parametrize("name", ["tied_words", "transposed_words", "tied_autoencoder", "tied_autoencoder_square"])
-def test_sides_of_tied_weights_are_those_of_the_weight(name: str):
-    """Where one read exchanges inputs and outputs (an embedding and its decoder, W and W^T), so do its factors."""
-    model, x = built(name)
-    (a, b), (c, d) = uses_of(model, x)
-    if name.startswith("tied_autoencoder"):
-        pairs = [(b.T @ b, a.T @ a), (c.T @ c, d.T @ d)]
-    else:
-        pairs = [(torch.diag(a.sum(0)), b.T @ b), (d.T @ d, c.T @ c)]
-    block = block_of(recorded(model, x, normal_vectors(1)), model)
-    for k, side in enumerate((rows_of(block), columns_of(block))):
-        expected, found = sum(pair[k] * pair[1 - k].trace() for pair in pairs), full(side)[0]
-        expected = expected if side.ndim == 3 else expected.diagonal().diag()
-        close(found / found.trace(), expected / expected.trace())
-
-
-def test_samples_that_share_their_number_with_features():
-    """Flattened places, as transformers' Conv1D has them: (N * t, o) with o = N says nothing of where samples are."""
-    run = lambda m, x: m.inner(x.flatten(0, 1)).view(N, 3, N).tanh()
-    model = Raw(run, inner=nn.Linear(4, N)).double()
-    assert block_of(recorded(model, torch.randn(N, 3, 4).double()), model).structure == "kronecker"
-
-
-@pytest.mark.parametrize("flattened", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_smaller_batch_at_the_end(size: int, flattened: bool):
-    """One sample; as many samples as features, as above."""
-    run = lambda m, x: m.inner(x.flatten(0, 1) if flattened else x).view(len(x), 3, 2).tanh()
-    model = Raw(run, inner=nn.Linear(4, 2)).double()
-    factors = recorded(model, torch.randn(N, 3, 4).double())
-    factors.update_average(measure(factors, model, torch.randn(size, 3, 4).double(), unit_vectors), 0.95)
-    assert [block.updates for block in factors.blocks] == [2] * len(factors.blocks)
-
-
-def test_one_sample_has_kronecker_factors():
-    model, x = built("linear")
-    assert {block.structure for block in recorded(model, x[:1]).blocks} == {"kronecker"}
-
-
 NAMES = ["norm.weight", "norm.bias", "place", "scale"]
 
 
@@ -179,15 +96,6 @@ def test_diagonal_is_exact_with_all_vectors(device):
         invert([block], 0.0, 0.1)
         close(block.solve([j[0, 0]])[0], j[0, 0] / (block.values + 0.1))
         close(block.mean_eigenvalue, block.values.mean())
-
-
-def test_diagonal_is_unbiased(device):
-    model, (x,) = batches(1, device=device)
-    draws = [recorded(model, x, normal_vectors(1, seed)) for seed in range(200)]
-    for name, j in zip(NAMES, jacobians(model, x, NAMES), strict=True):
-        values = torch.stack([block_of(factors, model, name).values for factors in draws])
-        error = values.std(0) / math.sqrt(len(values))
-        assert ((values.mean(0) - j.square().sum(1).mean(0)).abs() <= 4.5 * error).all(), name
 
 
 def moments(block: Block) -> list[Tensor]:
@@ -210,15 +118,6 @@ def test_averages_are_debiased():
     for k, block in enumerate(averaged(model, xs).blocks):
         for found, *parts in zip(moments(block), *(moments(other[k]) for other in each), strict=True):
             close(found, sum(w * part for w, part in zip(weights, parts, strict=True)))
-
-
-@pytest.mark.parametrize("scales", [(1, 2, math.nan), (1, math.inf, 2), (math.nan, 1, 2)])
-def test_batches_that_are_not_finite_are_as_if_they_had_not_been(scales: tuple[float, ...]):
-    model, xs = batches(*scales)
-    expected = averaged(model, [x for x in xs if torch.isfinite(x).all()])
-    for block, right in zip(averaged(model, xs).blocks, expected.blocks, strict=True):
-        for found, wanted in zip(moments(block), moments(right), strict=True):
-            close(found, wanted)
 
 
 @pytest.mark.parametrize("numbers", [(0,), (-1,), (0, -1)])
@@ -255,16 +154,6 @@ def test_batches_that_are_added_up_are_one_batch(sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-def test_measuring_changes_no_average(kind: str):
-    model, (x, y) = batches(1, 2)
-    factors = BlockDiagonalCurvature(kind=kind)
-    factors.update_average(measure(factors, model, x, unit_vectors), 0.9)
-    before = [m.clone() for block in factors.blocks for m in moments(block)]
-    measure(factors, model, y, unit_vectors)
-    assert all(torch.equal(m, n) for m, n in zip((m for b in factors.blocks for m in moments(b)), before, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 def test_statistics_add_up_over_processes(kind: str):
     """As plain tensors by name, also squares in an eigenbasis; longer vectors are a larger curvature."""
     model, (x, y) = batches(1, 2)
@@ -289,24 +178,3 @@ def test_statistics_add_up_over_processes(kind: str):
     for one, several in zip(*found[:2], strict=True):
         close(several, one)
     close(found[2][0], 9 * found[0][0])
-
-
-def diagonal_block(values: Tensor) -> DiagonalBlock:
-    block = DiagonalBlock(DiagonalStructure, {"p": tuple(values.shape)}, values.dtype)
-    block.average, block.updates = DiagonalStructure(block.space(values.device), {"p": values}), 1
-    return block
-
-
-def test_entries_without_curvature_stay_where_they_are_if_there_is_no_damping():
-    block = diagonal_block(torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64))
-    for damping, expected in ((0.0, [0.0, 0.5, 0.25]), (1.0, [1.0, 1 / 3, 0.2])):
-        invert([block], 0.05, damping)
-        close(block.solve([torch.ones(3, dtype=torch.float64)])[0], torch.tensor(expected, dtype=torch.float64))
-
-
-def test_a_diagonal_of_small_numbers_has_an_inverse():
-    """As of outputs in units of 1e-12, whose mean square is less than the root of the smallest number."""
-    block = diagonal_block(torch.tensor([1e-24, 2e-24]))
-    invert([block], 0.05)
-    (found,) = block.solve([torch.ones(2)])
-    assert (found > 0).all() and found.isfinite().all()

@@ -1,7 +1,5 @@
 """Sums of Kronecker products, and the blocks of ``J^T J``, against loops of batch size one and dense algebra."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from curvature.kronecker.inverses import invert_kronecker_sums
 from curvature.preconditioners import residual_blocks
 from support.cases.case import Raw, seeded
 from support.oracles.residuals import damped_sum
-from support.residual_problem import Closure, by_hand, nested, problem, spread
+from support.residual_problem import Closure, by_hand, problem
 
 pytestmark = pytest.mark.fast
 
@@ -57,14 +55,6 @@ def test_without_damping_a_singular_sum_gives_finite_numbers():
 
 
 # -- factors
-
-
-@pytest.mark.parametrize("way", [spread, nested])
-def test_blocks_take_every_parameter_and_join_biases(way: Callable[..., tuple[Tensor, Tensor]]):
-    model, closure = problem(0, way)
-    blocks = residual_blocks(Jacobian.of(closure(), model).merged())
-    assert [block.names for block in blocks] == [(f"{k}.weight", f"{k}.bias") for k in (0, 2, 4)]
-    assert all(len(block.pairs) == 2 and not block.reason for block in blocks)
 
 
 def test_factors_are_those_of_a_loop_over_samples():

@@ -1,15 +1,13 @@
 """Sides that rest on few rows are damped more, as their small eigenvalues come out too small."""
 
-import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import curvature.preconditioners.block_diagonal
 from curvature import capture
-from curvature.preconditioners import BatchFacts, Block, BlockDiagonalCurvature, CurvatureStatistics, invert
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, CurvatureStatistics, invert
 from support.cases.case import seeded
 from support.running_blocks import (
     MODELS,
@@ -124,63 +122,3 @@ def test_it_is_the_same_in_one_process_and_in_several(kind: str, places: int, sh
     rows = 64 if sharing == "reduce" else 64 * places
     outputs, inputs = shrinkage(4, [rows] * 2, DECAY), shrinkage(3, [rows // 4] * 2, DECAY)
     assert found == pytest.approx((SHARE + outputs, SHARE + inputs))
-
-
-@each_kind
-@pytest.mark.parametrize("name", ["linear", "grouped_conv", "tied_autoencoder"])
-def test_it_resumes_from_a_checkpoint(kind: str, name: str):
-    """Batches of different sizes before and after it."""
-    model, (first, second, third) = built(name, 5, 3, 8)
-    factors = BlockDiagonalCurvature(kind=kind)
-    for x in (first, second):
-        factors.update_average(measure(factors, model, x, normal_vectors(1)), DECAY)
-    file = io.BytesIO()
-    torch.save(factors.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    again = BlockDiagonalCurvature(kind=kind)
-    again.load_state_dict(state, dict.fromkeys(state, torch.device("cpu")))
-    found = []
-    for own in (factors, again):
-        own.update_average(measure(own, model, third, normal_vectors(1)), DECAY)
-        invert(own.blocks, SHARE)
-        block = block_of(own, model)
-        found.append((tuple(block.sparsity), block.shares(SHARE), block.inverse(right_of(block))))
-    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
-    assert min(found[0][1]) > SHARE
-
-
-@each_kind
-def test_diagonals_have_none(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """An embedding's rows, of which each look-up is one; sides too large to be whole."""
-    model, (x,) = built("embedding", 6)
-    block = trained(kind, model, [x])
-    sides = (rows_of(block), columns_of(block))
-    assert sorted(side.ndim for side in sides) == [2, 3]
-    wanted = tuple(SHARE if side.ndim == 2 else SHARE + 3 * side.shape[1] / 24 for side in sides)
-    assert block.shares(SHARE) == pytest.approx(wanted)
-    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", 3)
-    model, (x,) = built("grouped_conv", 6)  # sides of 3 and 7
-    block = trained(kind, model, [x])
-    assert columns_of(block).ndim == 2 and block.shares(SHARE) == pytest.approx((SHARE + 3 * 3 / 30, SHARE))
-
-
-@each_kind
-@pytest.mark.parametrize("damping", [0.03, 2.0])
-def test_a_damping_that_is_given_is_all(kind: str, damping: float):
-    """However few rows were seen."""
-    model, (x,) = built("linear", 2)
-    block = trained(kind, model, [x])
-    invert([block], SHARE, damping)
-    (b,), (a,) = rows_of(block), columns_of(block)
-    matrix = torch.kron(b, a) + damping * torch.eye(len(a) * len(b)).double()
-    right = right_of(block)
-    close(block.inverse(right).flatten(), torch.linalg.solve(matrix, right.flatten()), 1e-7)
-
-
-def test_blocks_on_a_diagonal_count_by_their_own_size():
-    """A side that is zero outside of blocks has as many rows in each, and fewer numbers to learn from them."""
-    with seeded(0):
-        model, x = nn.Sequential(nn.Linear(12, 2), nn.Tanh()).double(), torch.randn(6, 12).double()
-    block = trained("kronecker", model, [x], block_size=8)
-    assert isinstance(block, Block) and block.shares(SHARE) == pytest.approx((SHARE + 3 * 2 / 6, SHARE + 3 * 8 / 6))

@@ -1,105 +1,18 @@
 """Buffers that come back, contexts that end, functions of parameters as modules, dicts that are one argument."""
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.utils import checkpoint
 
 import curvature
 import optimizers
-from curvature.recording import ModelState
-from curvature.recording.model_call import force_eager
-from support.cases.case import Raw
 from support.comparisons import matches
 from support.training import train
 
 pytestmark = pytest.mark.fast
-
-
-def count(m: Any, x: Tensor) -> Tensor:
-    m.count += 1
-    return m.norm(x)
-
-
-def counting() -> Any:
-    model = Raw(count, norm=nn.BatchNorm1d(3), count=torch.zeros(2), fixed=torch.ones(2))
-    model.register_buffer("none", None)
-    return model
-
-
-def test_changes_that_torch_sees_and_does_not_see_are_undone() -> None:
-    model, x = counting(), torch.randn(5, 3)
-    state, before = ModelState(model), {name: b.clone() for name, b in model.named_buffers()}
-    for _ in range(2):
-        loss = model(x).square().sum()
-        assert state.unchanged() is None
-        state.restore()
-        loss.backward()  # the running mean is among what the graph keeps
-        for name, own in model.named_buffers():
-            assert torch.equal(own, before[name]), name
-
-
-def test_what_may_have_changed_unseen_is_asked() -> None:
-    model, x = nn.BatchNorm1d(3), torch.randn(5, 3)
-    model.num_batches_tracked = None
-    state = ModelState(model)
-    flags = state.unchanged()
-    assert flags is not None and all(flags)
-    model(x)
-    flags = state.unchanged()
-    assert flags is not None and not all(flags)
-    torch.rand(1)
-    assert state.unchanged() is None
-
-
-def test_a_pass_from_an_earlier_state_leaves_no_trace() -> None:
-    """Not even in the graph of a pass that has saved the buffers themselves."""
-    model, x = counting(), torch.randn(5, 3)
-    state = ModelState(model)
-    out, drawn = model(x) * model.count.sum(), torch.rand(2)
-    buffers, now = dict(model.named_buffers()), torch.get_rng_state()
-    for _ in range(2):
-        with pytest.raises(KeyError), state.again():
-            assert torch.equal(model(x) * model.count.sum(), out)
-            assert torch.equal(torch.rand(2), drawn)
-            raise KeyError
-        assert all(own is buffers[name] for name, own in model.named_buffers())
-        assert torch.equal(torch.get_rng_state(), now)
-    out.square().sum().backward()
-
-
-def stance() -> str:
-    other = torch.compiler.set_stance()
-    other.__exit__(None, None, None)
-    return other.prev.stance
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
-    """The garbage collector ends that of an optimizer while another's is on."""
-    function = checkpoint.CheckpointFunction
-    contexts = [force_eager(nonreentrant=True), force_eager(), force_eager(nonreentrant=True)]
-    for context in contexts:
-        context.__enter__()
-    for k in order:
-        assert stance() == "force_eager"
-        contexts[k].__exit__(None, None, None)
-    assert stance() == "default" and checkpoint.CheckpointFunction is function
-
-
-def test_the_stance_of_the_user_stays() -> None:
-    context = force_eager()
-    context.__enter__()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        context.__exit__(None, None, None)
-        assert stance() == "eager_on_recompile"
-    torch.compiler.set_stance()
 
 
 def function(p: dict[str, Tensor], x: Tensor, *, scale: float = 1.0) -> Tensor:

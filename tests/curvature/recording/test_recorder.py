@@ -1,8 +1,5 @@
 """What a capture records, what it sends back, and that it leaves nothing behind."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,13 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
-from curvature import Tape, Use, capture, per_sample_gradients
+from curvature import Tape, Use, capture
 from support.cases.case import Raw, seeded
 from support.oracles.brute_force import forward
-from support.plans import plans_of
 from support.snapshots import unchanged
 
 pytestmark = pytest.mark.fast
@@ -141,36 +136,10 @@ def test_backprops(name: str, device):
     assert active_modes() == 0
 
 
-def test_two_forward_passes_before_one_backward(device):
-    model = built(sequential, device)
-    with capture(model) as tape:
-        one, two = model(draw(5, 3, device=device)), model(draw(4, 3, device=device, seed=7))
-    assert [use.shape for use in tape.uses] == [(5, 4), (5, 2), (4, 4), (4, 2)]
-    assert_explains(model, tape, (one.sum(0) * two.sum(0)).cos(), device)
-    v, w = draw(2, 5, 2, device=device), draw(2, 4, 2, device=device, seed=3)
-    both = tape.backprops([one, two], [v, w])
-    for found, right in zip(both[:2], tape.backprops(one, v)[:2], strict=True):
-        torch.testing.assert_close(found, right)
-    assert tape.backprops(one, v)[2:] == [None, None]
-
-
 # -- what is recorded
 
 
-def test_uses(device):
-    model, x = built(sequential, device), draw(5, 3, device=device)
-    with capture(model) as tape:
-        output = model(x)
-    first, second = tape.uses
-    assert (first.names, second.names) == ({"0.weight", "0.bias"}, {"2.weight", "2.bias"})
-    assert (first.index, second.index) == (0, 1)
-    assert (first.shape, second.shape) == ((5, 4), (5, 2))
-    assert {slot: set(node.names) for slot, node in first.slots.items()} == {"weight": {"0.weight"}, "bias": {"0.bias"}}
-    assert all(isinstance(use.edge, GradientEdge) and use.function is F.linear for use in tape.uses)
-    assert second.edge is not None and second.edge.node is output.grad_fn
-    assert second.activation is not None and not second.activation.requires_grad
-    torch.testing.assert_close(second.activation, (x @ model[0].weight.T + model[0].bias).tanh().detach())
-    assert list(tape.parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+# -- nothing is left behind
 
 
 def test_activations_are_views():
@@ -195,27 +164,6 @@ def test_activations_are_views():
     assert tape.uses[1].activation.data_ptr() == seen[-1].data_ptr()
 
 
-def test_activation_where_another_argument_is_frozen(device):
-    """transformers' Conv1D is ``addmm(bias, x, weight)``: a frozen bias is no activation."""
-    run = lambda m, x: torch.addmm(m.bias, x, m.weight)
-    model, x = built(lambda: Raw(run, weight=(3, 2), bias=(2,)), device), draw(5, 3, device=device)
-    model.bias.requires_grad_(False)
-    with capture(model) as tape:
-        model(x)
-    (use,) = tape.uses
-    assert use.names == {"weight"} and use.activation is not None
-    assert use.activation.data_ptr() == x.data_ptr()
-
-
-def test_parameters_inside_library_modules():
-    """The output projection of an attention, whose forward is never called."""
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    with capture(attention) as tape:
-        attention(*[torch.randn(2, 3, 4)] * 3)
-    read = set().union(*(use.names for use in tape.uses))
-    assert read == {name for name, _ in attention.named_parameters()}
-
-
 def test_frozen_parameters_are_not_recorded():
     model = built(sequential)
     model[0].requires_grad_(False)
@@ -225,33 +173,6 @@ def test_frozen_parameters_are_not_recorded():
     (use,) = tape.uses
     assert use.names == {"2.weight"} and list(tape.parameters) == ["2.weight"]
     assert use.activation is not None and use.activation.shape == (5, 4)
-
-
-def test_nothing_without_gradients_or_outside_the_context():
-    model, x = built(sequential), draw(5, 3)
-    with capture(model) as tape:
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                model(x)
-        assert tape.uses == []
-        model(x)
-        built(sequential)(x)  # another model
-        F.linear(x, model[0].weight)  # outside the forward pass
-    assert len(tape.uses) == 2
-    model(x)
-    assert len(tape.uses) == 2
-
-
-def test_a_capture_inside_a_capture():
-    model, x = built(sequential), draw(5, 3)
-    with capture(model) as outside:
-        with capture(model) as inside:
-            model(x)
-        model(x)
-    assert (len(inside.uses), len(outside.uses)) == (2, 4)
-
-
-# -- nothing is left behind
 
 
 def failing(error: type[BaseException]) -> Any:
@@ -285,48 +206,6 @@ def test_leaves_nothing_behind_after_an_exception(error: type[BaseException]):
             torch._C._pop_torch_function_stack()
 
 
-def test_an_exception_inside_the_context_is_survived():
-    """A forward pass may fail, be caught, and be tried again."""
-    model = failing(ValueError)
-    with capture(model) as tape:
-        with pytest.raises(ValueError):
-            model(torch.ones(5, 3))
-        assert active_modes() == 0
-        model.fails = False
-        model(torch.ones(4, 3))
-    assert tape.uses[-1].shape == (4, 2)
-    with unchanged(model), pytest.raises(ZeroDivisionError), capture(model):
-        raise ZeroDivisionError
-
-
-def copies(model: nn.Module) -> dict[str, nn.Module]:
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    return {
-        "deepcopy": copy.deepcopy(model),
-        "pickle": pickle.loads(pickle.dumps(model)),
-        "torch.save": torch.load(saved, weights_only=False),
-    }
-
-
-def test_copies_during_a_capture_record_nothing():
-    model, x = built(sequential), draw(5, 3)
-    with capture(model) as tape:
-        twins = copies(model)
-        for twin in twins.values():
-            twin(x)
-        assert tape.uses == []
-        model(x)
-    assert len(tape.uses) == 2
-    for name, twin in twins.items():
-        assert torch.equal(twin(x), model(x)), name
-        with capture(twin) as other:
-            twin(x)
-        assert len(other.uses) == 2 and len(tape.uses) == 2, name
-    assert all(copies(twin) for twin in twins.values())
-
-
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="model"), capture([torch.zeros(2)]):  # type: ignore[arg-type]
         pass
@@ -336,19 +215,6 @@ def test_wrong_arguments():
     for wrong in (draw(5, 2), draw(2, 5, 3), draw(1, 4, 2)):
         with pytest.raises(ValueError, match="vectors"):
             tape.backprops(output, wrong)
-
-
-def test_a_recurrent_layer_is_its_products():
-    """Of the input and of the state at all times: nothing else, the zeros of the first state being data."""
-    with seeded(0):
-        gru, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
-    with capture(gru) as tape:
-        output, _ = gru(x)
-    torch.testing.assert_close(output, gru(x)[0])
-    shapes = [(use.function, use.activation.shape) for use in tape.uses if use.activation is not None]
-    assert shapes == [(F.linear, shape) for shape in [(5, 2, 3), (5, 2, 4)]] and len(tape.uses) == 2
-    states = tape.uses[1].activation
-    assert states is not None and not states[0].any() and torch.equal(states[1:], output[:-1])
 
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
@@ -383,15 +249,6 @@ def test_derivatives_are_those_of_the_kernel(kind: str, bias: bool):
     torch.testing.assert_close(list(gradients), list(wanted))
     second = partial(torch.autograd.grad, grad_outputs=directions, materialize_grads=True)
     torch.testing.assert_close(list(second(gradients, inputs)), list(second(wanted, inputs)))
-
-
-def test_a_plan_is_kept_where_gradients_of_early_steps_vanish():
-    """After 200 steps nothing arrives at the first, which tells nothing of where its samples are."""
-    with seeded(0):
-        model = Raw(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(3, 4, batch_first=True))
-        x, y = torch.randn(2, 200, 3), torch.randn(2, 4)
-    per_sample_gradients(model, nn.MSELoss(), x, y)
-    assert plans_of(model)
 
 
 def test_a_recurrent_layer_of_constants_is_no_data():

@@ -1,6 +1,5 @@
 """Gradients, norms, Gram matrices and sums of products of every kind of term, against plain sums over places."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.terms import (
-    AffineLayout,
     Convolution,
     DenseGradients,
     ElementwiseProduct,
@@ -22,8 +20,6 @@ from curvature.terms import (
     contractions,
     convolution,
     joined,
-    merge_places,
-    sum_of_products,
     unfold,
 )
 from support.cases.case import seeded
@@ -283,22 +279,6 @@ def test_built_gradients_are_bounded_in_memory(monkeypatch):
     assert [g.numel() for g in sizes] == [12, 12, 6]
 
 
-def test_merged_joins_the_steps_of_one_weight_only():
-    steps = built("steps", "cpu")[0]
-    (one,) = merge_places(steps)
-    assert isinstance(one, OuterProduct) and one.a.shape == (N, 6, 1, 3)
-    assert len(merge_places(built("tied_twice", "cpu")[0])) == 3
-    assert len(merge_places(built("autoencoder", "cpu")[0])) == 2
-    assert len(merge_places(built("groups_beside_plain", "cpu")[0])) == 2
-
-
-def test_norms_of_terms_that_cancel_are_not_negative():
-    term = built("outer_small", "cpu")[0][0]
-    assert isinstance(term, OuterProduct)
-    terms: list[Term] = [term, OuterProduct(term.a, -term.b, term.shape)]
-    assert (contractions.norms_squared(terms) >= 0).all()
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
 def test_unfolded_convolutions_are_the_same(family: str, device):
     """And inner products of patches without patches are those of the patches."""
@@ -312,14 +292,6 @@ def test_unfolded_convolutions_are_the_same(family: str, device):
         for left in (term._patch_gram(), term.grams()[0]):
             assert_equal(left, a @ a.mT)
         assert_equal(term.grams()[1], b @ b.mT)
-
-
-def test_transposed_twice_is_the_same_and_needs_a_matrix():
-    term, rows = outer(2, 3, 4)
-    assert isinstance(term, OuterProduct)
-    assert_equal(term.transpose().transpose().gradients(), rows)
-    with pytest.raises(ValueError, match="matrix"):
-        OuterProduct(draw(N, 2, 1, 8), draw(N, 2, 1, 3), (3, 4, 2)).transpose().transpose()
 
 
 def cancelling(kind: str) -> tuple[list[Term], Tensor]:
@@ -350,54 +322,8 @@ def test_places_that_cancel(kind: str) -> None:
     assert ((contractions.cross_gram(*halves).double() - (flat @ flat.T)[:8, 8:]).abs() <= 3e-4 * scale[:8, 8:]).all()
 
 
-VECTORS = 3
-
-
-def of_pixels(groups: int, x: Tensor) -> Term:
-    return Convolution(x, draw(N, 1, 6, 6, 5), (6, 4 // groups, 3, 3), (1, 1), (1, 1), groups, (1, 1, 1, 1))
-
-
-def of_places(groups: int, a: Tensor) -> Term:
-    return OuterProduct(a, draw(N, a.shape[1], groups, 3), (groups * 3, 4))
-
-
-@pytest.mark.parametrize("chunk", [500, 1 << 24])
-@pytest.mark.parametrize("is_square", [True, False])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("places", ["pixels", 1, 2])
-def test_sums_of_products(places, groups: int, is_square: bool, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(contractions, "CACHED_CHUNK_ELEMENTS", chunk)
-    with seeded(0):
-        data = draw(N, 1, 4, 6, 5) if places == "pixels" else draw(N, places, groups, 4)
-        make = of_pixels if places == "pixels" else of_places
-        left, right = ([[make(groups, data)] for _ in range(VECTORS)] for _ in range(2))
-        weights = torch.rand(N, dtype=torch.float64)
-    right = left if is_square else right
-    expected = sum(
-        torch.tensordot(weights, u.gradients() * w.gradients(), 1) for (u,), (w,) in zip(left, right, strict=True)
-    )
-    torch.testing.assert_close(sum_of_products(left, right, weights, []), expected)
-
-
 def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> None:
     whole = draw(4, 2, 3)
     assert joined(whole.unbind()).data_ptr() == whole.data_ptr()
     for parts in (whole.unbind()[::-1], whole.unbind()[::2], whole.mT.unbind(), [whole[0], whole[2], whole[1]]):
         torch.testing.assert_close(joined(parts), torch.cat(list(parts)), rtol=0, atol=0)
-
-
-SIZES = (2, 3, 4)  # g, o, i
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_axes_in_any_order(order: tuple[int, ...], has_bias: bool) -> None:
-    """Axis k of the weight is axis `order[k]` of (g, o, i)."""
-    matrices = torch.arange(2 * 3 * (4 + has_bias)).reshape(2, 3, 4 + has_bias)
-    weight, bias = matrices[..., :4].permute(order), matrices[..., 4:].reshape(-1)
-    shapes = (tuple(weight.shape), (6,))[: 1 + has_bias]
-    layout = AffineLayout(shapes, 2, 3, SIZES, order)
-    tensors = [weight, bias][: 1 + has_bias]
-    assert torch.equal(layout.to_matrices(tensors), matrices)
-    assert torch.equal(layout.to_matrices([x[None] for x in tensors])[0], matrices)
-    assert all(torch.equal(*pair) for pair in zip(layout.from_matrices(matrices), tensors, strict=True))

@@ -15,7 +15,6 @@ from curvature.terms.contractions import gradients, row_ranges
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.oracles.brute_force import Matrices, positions
-from support.oracles.influence import own_gradients, scores
 from support.views import WEIGHTS, N, built, close, drawn, means, terms_of
 
 pytestmark = pytest.mark.fast
@@ -65,37 +64,6 @@ def test_rows_that_are_read_apart_have_terms_of_their_own(name: str):
         close(scheme.backprops([piece.terms], weights=WEIGHTS), expected)
 
 
-@pytest.mark.parametrize(
-    "reads, bias",
-    [
-        (lambda x, w, b: [F.linear(x, w[:2], b[2:]), F.linear(x, w[2:], b[:2])], None),
-        (lambda x, w, b: [F.linear(x, w[:2], b[:2]) + b[2:]], None),
-        (lambda x, w, b: [F.linear(x, w, b), x @ w.T], None),
-        (lambda x, w, b: [torch.addmm(b[:3], x[:, 0, :2], w[:2])], None),
-        (lambda x, w, b: [F.linear(x, w, b), F.linear(x, w)], "bias"),
-        (lambda x, w, b: [F.linear(x, w[:2], b[:2]), F.linear(x, w[2:])], "bias"),
-        (lambda x, w, b: [F.linear(x, w, b), F.linear(x, w[2:])], "bias"),
-    ],
-)
-def test_a_bias_that_meets_no_other_rows_belongs_to_the_weight(reads: Callable[..., list[Tensor]], bias: str | None):
-    """Also to one that is read without it, too."""
-    run = lambda m, x: torch.cat([part.flatten(1) for part in reads(x, m.weight, m.bias)], 1)
-    model = built(lambda: Raw(run, weight=(4, 3), bias=(4,)))
-    assert terms_of(model, drawn(N, 2, 3))[1]["weight"] == bias
-
-
-def test_cross_attention_is_in_pieces():
-    run = lambda m, *x: m.inner(*x, need_weights=False)[0]
-    model = built(lambda: Raw(run, inner=nn.MultiheadAttention(4, 2, batch_first=True)))
-    x, y, z = drawn(N, 2, 4), drawn(N, 3, 4, seed=2), drawn(N, 3, 4, seed=3)
-    for inputs, expected in {(x, y, y): [(0, 4), (4, 12)], (x, y, z): [(0, 4), (4, 8), (8, 12)]}.items():
-        terms, biases, _ = terms_of(model, *inputs)
-        assert [(p.start, p.stop) for p in row_ranges(terms["inner.in_proj_weight"])] == expected
-        assert biases["inner.in_proj_weight"] == "inner.in_proj_bias"
-        for start, stop, parts in row_ranges(terms["inner.in_proj_weight"]):
-            assert Scheme.of(parts, [(stop - start, 4), (stop - start,)], torch.float64, "expand") is not None
-
-
 NO_ROWS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "every second": lambda w: [w[::2], w[1::2]],
     "columns": lambda w: [w[:, :2], w[:, 1:]],
@@ -117,43 +85,12 @@ def test_what_is_not_rows_next_to_each_other_is_not_taken_for_such(name: str):
 
 
 LOSS = nn.CrossEntropyLoss()
-each_build = pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
-each_scale = pytest.mark.parametrize(("beta", "alpha"), [(1.0, 1.0), (0.5, 1.0), (1.0, 2.0), (2.0, 2.0), (0.0, 1.0)])
 
 
 def scaled_bias(beta: float, alpha: float) -> tuple[nn.Module, Tensor, Tensor]:
     with seeded(0):
         forward = lambda m, x: torch.addmm(m.bias, x, m.weight, beta=beta, alpha=alpha)
         return Raw(forward, weight=(4, 3), bias=(3,)).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
-
-
-@each_build
-@each_scale
-def test_factors_of_one_sample_are_its_gauss_newton_matrix(beta: float, alpha: float, build: Any) -> None:
-    """Both factors have no more than one term then; weight and bias are one block if their factors are alike."""
-    model, x, y = scaled_bias(beta, alpha)
-    blocks = build(model, LOSS, (x[:1], y[:1])).blocks
-    assert len(blocks) == (1 if beta == alpha else 2)
-    for block in blocks.values():
-        exact = curvature.gauss_newton(model, LOSS, (x[:1], y[:1]), parameters=block.space.names)
-        where = torch.cat([positions(model)[name].flatten() for name in block.space.names])
-        expected = Matrices(model, LOSS, (x[:1], y[:1])).gauss_newton[where[:, None], where]
-        torch.testing.assert_close(exact.to_dense(), expected)
-        torch.testing.assert_close(block.to_dense(), expected)
-
-
-@each_build
-@each_scale
-def test_scores_and_posteriors_are_those_of_the_matrix(beta: float, alpha: float, build: Any) -> None:
-    model, x, y = scaled_bias(beta, alpha)
-    K, rows = build(model, LOSS, (x, y)), own_gradients(model, LOSS, x, y)
-    found = curvature.influence(model, LOSS, (x, y), (x[:2], y[:2]), K, damping=0.1)
-    torch.testing.assert_close(found, scores(K.to_dense(), rows[:2], rows, 0.1))
-    posterior = curvature.laplace(model, LOSS, (x, y), prior=2.0)
-    jacobian = curvature.per_sample_jacobians(model, x)
-    J = torch.cat([part.reshape(6, 3, -1) for part in jacobian.values()], 2)
-    expected = J @ torch.linalg.inv(posterior.precision.to_dense()) @ J.mT
-    torch.testing.assert_close(posterior.outputs(x)[1], expected)
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])

@@ -176,19 +176,6 @@ def test_class_weights_that_the_loss_says_are_refused(kind: str):
         OPTIMIZERS[kind](model, loss=loss, inject=empirical())
 
 
-@pytest.mark.parametrize("name", ["ignored samples", "class weights"])
-@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
-def test_a_mean_with_shares_is_the_plain_mean_that_it_equals(kind: str, name: str):
-    make, loss = WEIGHTED[name]
-    counted = lambda y: (y != -100) * (W[y.clamp(min=0)] if name == "class weights" else 1.0)
-
-    def plain(o: Tensor, y: Tensor) -> Tensor:
-        terms = F.cross_entropy(o, y.clamp(min=0), reduction="none")
-        return (len(y) * counted(y) / counted(y).sum() * terms).mean()
-
-    torch.testing.assert_close(curvature_of(OPTIMIZERS[kind], make, loss), curvature_of(OPTIMIZERS[kind], make, plain))
-
-
 SUMS: dict[str, tuple[Callable[[], Any], Loss, Loss]] = {
     "squares": (values, lambda o, y: F.mse_loss(o, y, reduction="sum"), lambda o, y: (o - y).square().sum()),
     "by hand": (values, lambda o, y: (o - y).square().sum(), lambda o, y: (o - y).square().sum()),
@@ -215,14 +202,6 @@ def test_sums(kind: str, name: str, scale: float):
     expected = curvature_of(OPTIMIZERS[kind], make, own_losses(lambda o, y: times * own(o, y)))
     of_samples = {k: x for k, x in expected.items() if kind != "NaturalGradient" or k != "outputs"}
     torch.testing.assert_close({k: found[k] for k in of_samples}, of_samples)
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_sum_that_nobody_names_is_taken_for_a_mean(kind: str):
-    """A documented limit: gradients are N times, a matrix N^2 times as large."""
-    make, loss, _ = SUMS["squares"]
-    found = curvature_of(OPTIMIZERS[kind], make, loss)
-    torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], make, lambda o, y: N * C * F.mse_loss(o, y)))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -261,29 +240,6 @@ RETURNED: dict[str, Callable[[Any, Tensor], tuple[Tensor, ...]]] = {
     "a chain": lambda m, x: (m.one(h := (z := m.body(x)).tanh()), h, z),
     "the same": lambda m, x: (z := m.one(m.body(x).tanh()), z),
 }
-
-
-@pytest.mark.parametrize("name", RETURNED)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_several_outputs_are_as_one_that_holds_them(kind: str, name: str):
-    """Each sample has one gradient, the sum of what comes from all of them."""
-
-    def run(is_joined: bool) -> dict[str, Tensor]:
-        model, x, y = heads()
-        outputs = RETURNED[name]
-        sizes = [z.shape[1] for z in outputs(model, x)]
-        joined = lambda m, x: torch.cat(outputs(m, x), 1) if is_joined else outputs(m, x)
-        loss = lambda o, y: sum(
-            k * (z - 1).square().mean() for k, z in enumerate(o.split(sizes, 1) if is_joined else o, 1)
-        )
-        make = lambda: (Raw(joined, **dict(heads()[0].named_children())), x, y)
-        found = curvature_of(OPTIMIZERS[kind], make, loss)
-        return {k: value for k, value in found.items() if k != "outputs"}
-
-    with seeded(4):
-        found = run(False)
-    with seeded(4):
-        torch.testing.assert_close(found, run(True))
 
 
 class Pair(tuple):
@@ -393,19 +349,3 @@ def test_parts_that_are_divided_by_their_number(kind: str, logged: pytest.LogCap
     divided = after(kind, [(over(3), part) for part in parts(3)])
     assert ["k^2 times too small" in record.getMessage() for record in logged.records] == [True]
     torch.testing.assert_close(divided, after(kind, [(over(3), slice(BATCH))]))
-
-
-@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
-def test_two_losses_of_one_output_are_no_two_parts(kind: str, logged: pytest.LogCaptureFixture) -> None:
-    def twice(loss: Loss) -> dict[str, Tensor]:
-        with seeded(3):
-            (model, x, y), other = rows(), torch.randint(C, (N,))
-        opt = OPTIMIZERS[kind](model.double(), inject=empirical(), damping=0.1)
-        o = model(x.double())
-        loss(o, y).backward(retain_graph=True)
-        loss(o, other).backward()
-        opt.step()
-        return measured(opt)
-
-    torch.testing.assert_close(twice(over(2)), twice(own_losses(over(2))))
-    assert not logged.records

@@ -91,16 +91,6 @@ def test_same_steps_as_with_outputs(form: str, optimizer: Any):
 
 squares = lambda output, y: F.mse_loss(output, F.one_hot(y, 3).to(output))
 EVERY = [curvature.exact(), curvature.sampled(), curvature.propagated(), curvature.isotropic(2), curvature.empirical()]
-LOSSES = [(entropy, nn.CrossEntropyLoss()), (squares, nn.MSELoss())]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-@pytest.mark.parametrize("inject", EVERY, ids=repr)
-@pytest.mark.parametrize("loss, module", LOSSES, ids=["entropy", "squares"])
-def test_injections(loss: Any, module: nn.Module, inject: curvature.Injection, optimizer: Any):
-    model, own = with_loss(network(), loss, "scalar")
-    found = train(optimizer(model, loss=module, inject=inject), own)
-    torch.testing.assert_close(found, trained(optimizer, loss, loss=module, inject=inject), rtol=1e-9, atol=1e-12)
 
 
 def test_the_target_counts_where_the_model_knows_it():
@@ -217,38 +207,6 @@ def test_rows_of_a_loss_that_no_function_of_torch_made_are_refused():
     assert opt.steps == 0
 
 
-def test_an_error_in_the_forward_pass_is_no_output():
-    """Not even in a handler of another error."""
-    model, loss = with_loss(network(), entropy, "attribute")
-    opt = KFAC(model)
-    try:
-        raise KeyError
-    except KeyError:
-        with pytest.raises(ValueError, match="batch"):
-            model(batch(0)[0], torch.zeros(7).long())
-        assert not opt.store.blocks
-        loss(*batch(0)).backward()
-    assert len(opt.store.blocks) == 2
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
-def test_passes_that_are_not_trained_on(optimizer: Any):
-    """What a model returns to be looked at, gradients being on by accident."""
-    model = Raw(
-        lambda m, x, y=None: m.inner(x).argmax(1) if y is None else F.cross_entropy(m.inner(x), y), inner=network()
-    )
-    opt = optimizer(model)
-    values = train(opt, lambda x, y: (model(x), model(x, y))[1])
-    assert values == trained(optimizer, entropy) and "empirical" not in opt.report()
-
-
-def test_outputs_beside_the_loss_are_taken():
-    """The loss function inside is then not looked at."""
-    inner = network()
-    model = Raw(lambda m, x, y: (lambda z: (F.cross_entropy(z, y), z))(m.inner(x)), inner=inner)
-    assert train(KFAC(model), lambda x, y: model(x, y)[0]) == trained(KFAC, entropy)
-
-
 def test_outputs_that_are_masked_do_not_count_in_their_size():
     """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
     scale = OutputScale()
@@ -292,21 +250,3 @@ def test_a_loss_between_zeroed_and_other_gradients_leaves_the_former_out(optimiz
         return copied(model)
 
     torch.testing.assert_close(run(True), run(False))
-
-
-@pytest.mark.parametrize("kind", [KFAC, EKFAC])
-def test_a_scaled_loss_beside_a_returned_one(kind: Any) -> None:
-    """The factor of the scaler is a part of both."""
-
-    def run(scale: float) -> dict[str, Tensor]:
-        (x, y), z = batch(0), batch(1)[0][:, :3]
-        loss = lambda output, z: (output - z).square().mean()
-        model = Raw(lambda m, x, z=None: m.net(x) if z is None else loss(m.net(x), z), net=network())
-        opt = kind(model, inject=curvature.empirical())
-        opt.grad_scale = torch.tensor(scale)
-        for value in (F.cross_entropy(model(x), y), model(x, z)):
-            (value * scale).backward()
-        opt.step()
-        return {block.names[0]: block.mean_eigenvalue for block in opt.store.blocks}
-
-    torch.testing.assert_close(run(1024.0), run(1.0))

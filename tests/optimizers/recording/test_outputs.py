@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 import curvature
-from curvature import propagated
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.habits import flat
@@ -94,23 +93,6 @@ def test_a_parameter_beside_logits_is_an_output(optimizer: Any) -> None:
             ((mean - Y).square().mean() + (scale - 1).square().sum()).backward()
             opt.step()
         assert "mean of others" not in opt.report()
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
-
-
-@OPTIMIZERS
-def test_sparse_outputs_are_as_dense_ones(optimizer: Any) -> None:
-    """Their last layer is not the one that makes the output as it is: what is sent back there is not copied."""
-    ends = []
-    for is_sparse in (False, True):
-        with seeded(1):
-            model = perceptron(lambda z: z.to_sparse() if is_sparse else z, nn.Linear(4, 3), nn.Tanh())  # noqa: B023
-        opt = optimizer(model)
-        for _ in range(4):
-            opt.zero_grad()
-            z = model(X)
-            (z.to_dense() if is_sparse else z).square().mean().backward()
-            opt.step()
         ends.append(flat(model))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
@@ -213,22 +195,6 @@ def test_what_is_not_the_output_itself_has_none(end):
     assert not is_diagonal(row_side(made(nn.Linear(3, 4), end)))
 
 
-def test_vectors_that_know_the_loss_have_none():
-    model, loss = made(nn.Linear(3, 4), DIRECT["as it is"]), nn.CrossEntropyLoss()
-    assert not is_diagonal(row_side(model, inject=propagated(), loss=loss))
-
-
-def test_convolutions():
-    pixels = lambda m, x: m.head(x.view(-1, 1, 1, 2).expand(-1, 1, 4, 2))
-    assert is_diagonal(row_side(Raw(pixels, head=nn.Conv2d(1, 3, 2))))
-
-
-def test_tied_weights_have_none():
-    """An autoencoder whose decoder is the transposed encoder."""
-    tied = lambda m, x: m.head(x).tanh() @ m.head.weight
-    assert not is_diagonal(row_side(Raw(tied, head=nn.Linear(2, 3, bias=False))))
-
-
 def classes() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(7, 5), torch.randint(3, (7,))
@@ -240,17 +206,6 @@ def scale_after(opt: Any, loss: Tensor) -> Any:
     loss.backward()
     opt.step()
     return opt.recorder.outputs
-
-
-@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
-def test_fisher_measures_outputs_by_the_hessian_of_the_loss(kind: Any):
-    model, x, y = classes()
-    f = model(x).detach()
-    p = f.softmax(1)
-    expected = (torch.einsum("nc,nc->n", p, f.square()) - (p * f).sum(1).square()).mean().sqrt()
-    found = scale_after(kind(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact()), F.cross_entropy(model(x), y))
-    assert found.rms == pytest.approx(float(expected), rel=1e-5)
-    assert found.entries_per_sample == 1
 
 
 @pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
@@ -274,33 +229,6 @@ def test_isotropic_curvature_measures_entries():
     assert found.entries_per_sample == 3
 
 
-@pytest.mark.parametrize("weight", [None, torch.tensor([0.2, 1.0, 3.0])], ids=["alike", "weighted"])
-@pytest.mark.parametrize("retained", [False, True])
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_a_backward_pass_whose_gradients_are_zeroed_counts_for_nothing(kind: Any, retained: bool, weight: Any):
-    """Nor does it where its graph is sent back once more, for the gradients that count."""
-
-    def run(discarded: bool) -> tuple[list[float], Tensor]:
-        model, x, y = classes()
-        opt = kind(model, inject=curvature.empirical(), momentum=0.9)
-        scales = []
-        for n in range(3):
-            loss = F.cross_entropy(model(x + n), y, weight=weight)
-            if discarded and n == 1:
-                (loss if retained else model(x).sum()).backward(retain_graph=retained)
-                opt.zero_grad()
-            step_loss = loss if retained or not discarded else F.cross_entropy(model(x + n), y, weight=weight)
-            opt.zero_grad()
-            step_loss.backward()
-            opt.step()
-            scales.append(opt.recorder.outputs.rms)
-        return scales, flat(model)
-
-    (expected, parameters), (found, others) = run(False), run(True)
-    assert found == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(others, parameters)
-
-
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_gradients_that_are_zeroed_last_still_tell_the_curvature(kind: Any):
     """As where the loop combines gradients of several losses itself, and writes them back."""
@@ -314,9 +242,6 @@ def test_gradients_that_are_zeroed_last_still_tell_the_curvature(kind: Any):
     opt.step()
     assert opt.recorder.outputs.rms > 0
 
-
-INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.sampled()], ids=repr)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 with seeded(0):
     PLACES, LABELS = torch.randn(8, 4, 5), torch.randint(3, (8, 4))
@@ -360,34 +285,6 @@ def test_classes_on_an_axis_that_the_loss_does_not_say_are_refused(optimizer: An
     opt.step()
     with pytest.raises(RuntimeError, match=rf"loss.class_axis = {axis} "):
         entropy(model(PLACES)).backward()
-
-
-@OPTIMIZERS
-def test_isotropic_curvature_needs_no_axis(optimizer: Any) -> None:
-    ends = []
-    for loss in (nn.CrossEntropyLoss(), by_classes(-1)):
-        model = tokens(-1)
-        opt = optimizer(model, loss=loss, inject=curvature.isotropic())
-        train(model, opt, entropy, PLACES, LABELS, 3)
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
-
-
-@OPTIMIZERS
-@INJECTIONS
-@DTYPES
-def test_classes_on_axis_1_and_other_losses_train(optimizer: Any, inject: Any, dtype: torch.dtype) -> None:
-    for loss in (
-        lambda z: F.cross_entropy(z.float(), LABELS),
-        lambda z: F.cross_entropy(z.float(), LABELS) + 0.1 * z.float().square().mean(),
-        lambda z: z.float().square().mean(),
-    ):
-        model = tokens().to(dtype)
-        opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
-        loss(model(PLACES.to(dtype))).backward()
-        before = model.head.weight.detach().clone()
-        opt.step()
-        assert not torch.equal(before, model.head.weight)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

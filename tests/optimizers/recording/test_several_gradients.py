@@ -2,88 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-import curvature
 from curvature import empirical
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw
-from support.habits import X, Y, assert_close, flat, net
-from support.training import train
+from support.habits import X, Y, flat, net
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
-INJECTIONS = pytest.mark.parametrize("inject", [curvature.exact(), curvature.empirical()], ids=repr)
 LOSS = nn.CrossEntropyLoss()
 flat_squares = lambda gradients: torch.cat([g.flatten() for g in gradients]).square().sum()
-
-
-def by_the_model(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def by_hand(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
-def trained(optimizer: Any, inject: Any, before: Callable[[nn.Module], None]) -> nn.Module:
-    """Something may happen before the backward pass of each step."""
-    model = net().double()
-    opt = optimizer(model, loss=LOSS, inject=inject)
-    for _ in range(5):
-        before(model)
-        LOSS(model(X.double()), Y).backward()
-        opt.step()
-        model.zero_grad()
-    return model
-
-
-@OPTIMIZERS
-@INJECTIONS
-@pytest.mark.parametrize("zero", [by_the_model, by_hand], ids=lambda f: f.__name__)
-def test_an_attack_before_the_step_does_not_count(optimizer: Any, inject: Any, zero: Callable[[Any], None]) -> None:
-    """Its backward pass leaves gradients of parameters, too, which are zeroed."""
-
-    def attack(model: nn.Module) -> None:
-        (3 * LOSS(model(X[:5].double().requires_grad_()), Y[:5])).backward()
-        zero(model)
-
-    assert_close(trained(optimizer, inject, attack), trained(optimizer, inject, lambda model: None), 1e-12)
-
-
-@OPTIMIZERS
-@INJECTIONS
-def test_gradients_that_stay_count_together(optimizer: Any, inject: Any) -> None:
-    """Summed by the backward passes, or by hand from torch.autograd.grad, which leaves no gradient in between."""
-    ends = []
-    for is_by_hand in (False, True):
-        model = net().double()
-        opt = optimizer(model, loss=nn.CrossEntropyLoss(reduction="sum"), inject=inject)
-        for _ in range(5):
-            opt.zero_grad()
-            sums: list[Tensor] = []
-            for part in (slice(0, 6), slice(6, 16)):
-                loss = F.cross_entropy(model(X[part].double()), Y[part], reduction="sum")
-                if is_by_hand:
-                    found = torch.autograd.grad(loss, list(model.parameters()))
-                    sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else list(found)
-                else:
-                    loss.backward()
-            for p, g in zip(model.parameters(), sums, strict=False):
-                p.grad = g
-            opt.step()
-        ends.append(model)
-    whole = net().double()
-    adds = nn.CrossEntropyLoss(reduction="sum")
-    train(whole, optimizer(whole, loss=adds, inject=inject), adds, X.double(), Y, 5)
-    for model in ends:
-        assert_close(model, whole)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

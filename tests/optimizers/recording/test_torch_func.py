@@ -11,10 +11,10 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import functional
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from curvature import empirical, exact
+from curvature import empirical
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.combinations import in_pairs, in_turn
 from support.habits import flat
@@ -98,23 +98,6 @@ def test_a_pass_within_a_transform_leaves_training_as_it_is(name: str, use: str)
         torch.testing.assert_close(trained(OPTIMIZERS[name], USES[use], when), plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_transform_of_a_watched_model_has_the_values_of_an_unwatched_one(name: str) -> None:
-    x, _ = batch()
-    model, other = network(), network()
-    OPTIMIZERS[name](model)
-    for key, value in per_sample(other, x).items():
-        torch.testing.assert_close(per_sample(model, x)[key], value)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_linearize_gives_the_derivative_of_a_watched_model(name: str) -> None:
-    model, (x, _) = network(), batch()
-    OPTIMIZERS[name](model)
-    torch.testing.assert_close(linearize(model, x)[1](x), jvp(network(), (x,), (x,))[1])
-
-
 cubes = lambda model: lambda x: model(x).pow(3).sum()
 
 
@@ -144,16 +127,6 @@ SECOND: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 # Of the second ones not with `exact`: a gradient with a graph may be what the loss is made of.
-CELLS = [*((empirical(), name) for name in [*FIRST, *SECOND]), *((exact(), name) for name in FIRST)]
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("inject, name", CELLS, ids=str)
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_derivatives_by_inputs_between_two_steps_do_not_count(kind: Any, inject: Any, name: str) -> None:
-    make = lambda model: kind(model, loss=nn.CrossEntropyLoss(), inject=inject)
-    found, plain = (trained(make, (FIRST | SECOND)[name], when) for when in ("after", "never"))
-    torch.testing.assert_close(found, plain, rtol=0, atol=0)
 
 
 # These passes may be training passes until many vectors arrive at once; sampled vectors have been drawn by then
@@ -220,11 +193,3 @@ def test_a_step_on_residuals_by_transforms_is_the_damped_minimum(name: str) -> N
     damping, found = opt.history[-1]["damping"], flat(model) - before
     damped = jacobian.T @ jacobian + damping * torch.eye(len(found), dtype=torch.float64)
     torch.testing.assert_close(found, -torch.linalg.solve(damped, jacobian.T @ values.detach()), rtol=1e-6, atol=1e-8)
-
-
-@in_turn(name=RESIDUALS, make=[KFAC, NaturalGradient])
-def test_losses_of_residuals_by_transforms_fall(name: str, make: Any) -> None:
-    model, (x, _) = network(1), batch()
-    opt = make(model)
-    losses = [float(opt.step(lambda: RESIDUALS[name](model, x))) for _ in range(5)]
-    assert losses[-1] < 0.1 * losses[0]

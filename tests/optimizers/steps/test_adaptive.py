@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import curvature
 from curvature import empirical, exact
 from optimizers import EKFAC, KFAC, NaturalGradient
+from optimizers.steps.adaptive import FIRST_RATIO
 from optimizers.steps.closures import Replay
 from optimizers.steps.quadratic_model import (
     GROW,
@@ -22,11 +21,10 @@ from optimizers.steps.quadratic_model import (
     MOST_DAMPING,
     Quadratic,
     Trial,
-    largest_curvature,
 )
-from support.cases.case import Raw, seeded
+from support.cases.case import seeded
 from support.residual_problem import problem
-from support.training import TASKS, Loss, assert_same, closure_of, copied, digits, task, train_by_closure
+from support.training import TASKS, assert_same, closure_of, copied, digits, task, train_by_closure
 
 # -- the quadratic model
 
@@ -58,57 +56,8 @@ def test_curvature_of_directions_is_that_of_the_gauss_newton_matrix(name: str):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
-def curvature_along(
-    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, direction: dict[str, Tensor], stride: int
-) -> float:
-    replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), loss, x, y))
-    replay.first()
-    return replay.curvatures([direction], stride).item()
-
-
-def test_every_second_sample_is_taken():
-    model, loss, x, y = task("mlp", n=8)
-    direction = {k: torch.sin(torch.arange(p.numel()).float()).view_as(p) for k, p in model.named_parameters()}
-    batches = ((x, y, 2), (x[::2], y[::2], 1), (x, y, 1))
-    found = [curvature_along(model, loss, x, y, direction, stride) for x, y, stride in batches]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-    assert found[0] != pytest.approx(found[2], rel=1e-2)
-
-
-def test_penalties_in_the_closure_count():
-    """A penalty on the parameters has its own curvature: the Hessian of 1/2 c ||p||^2 is c."""
-    model, loss, x, y = task("mlp", n=8)
-    direction = {k: torch.ones_like(p) for k, p in model.named_parameters()}
-    size = sum(p.numel() for p in model.parameters())
-    found = []
-    for c in (0.0, 3.0):
-        total = lambda out, y, c=c: loss(out, y) + c / 2 * sum(p.square().sum() for p in model.parameters())
-        found.append(curvature_along(model, total, x, y, direction, 1))
-    assert found[1] - found[0] == pytest.approx(3.0 * size, rel=1e-4)
-
-
-def test_minimum_of_the_quadratic_model():
-    with seeded(0):
-        root = torch.randn(3, 3, dtype=torch.float64)
-        slopes = torch.randn(3, dtype=torch.float64)
-    model = Quadratic(slopes, root @ root.T, torch.eye(3, dtype=torch.float64))
-    for damping in (0.0, 0.5):
-        alpha = model.minimum(damping)
-        torch.testing.assert_close((root @ root.T + damping * torch.eye(3)) @ alpha, -slopes)
-        assert model.value(alpha, damping) == pytest.approx(0.5 * float(slopes @ alpha))
-    twice = Quadratic(slopes[:1].repeat(2), torch.ones(2, 2).double(), torch.ones(2, 2).double())
-    assert float(twice.minimum(0.0).sum()) == pytest.approx(-float(slopes[0]))  # the same direction, given twice
-    zero = Quadratic(torch.zeros(2).double(), torch.zeros(2, 2).double(), torch.zeros(2, 2).double())
-    assert torch.equal(zero.minimum(0.0), torch.zeros(2).double())
-
-
 def taken(damping: float, ratio: float) -> Trial:
     return Trial(damping, damping, ratio, rollbacks=0, is_accepted=True, step=None)
-
-
-def test_damping_follows_the_reduction_ratio():
-    good, fair, poor = (taken(1.0, ratio).next_damping(1.0) for ratio in (0.9, 0.5, 0.1))
-    assert good < 1 == fair < poor
 
 
 # -- training
@@ -125,16 +74,8 @@ def test_lowers_the_loss_at_every_step(name: str, optimizer: type[KFAC], device)
     if name != "transformer":  # its dropout is another at every step
         assert all(b <= a for a, b in zip(values, values[1:], strict=False)), values
     assert all(entry["accepted"] for entry in opt.history)
-
-
-@pytest.mark.training_run
-def test_solves_a_linear_regression_in_a_few_steps():
-    """Gauss-Newton is the Hessian, and one layer has one direction."""
-    with seeded(0):
-        model, x, weight = nn.Linear(5, 1).double(), torch.randn(50, 5).double(), torch.randn(5, 1).double()
-    opt = KFAC(model, adaptive=True, inject=curvature.isotropic(8))
-    values = train_by_closure(model, opt, lambda out, y: F.mse_loss(out, y), x, x @ weight + 1, 20)
-    assert values[-1] < 1e-8 * values[0]
+    # with less, the first step of a GPT moved layers by thirteen times their norm, and training never recovered
+    assert opt.history[0]["ratio"] >= FIRST_RATIO
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.5])
@@ -158,33 +99,6 @@ def test_no_unit_matters(reduction: str):
         train_by_closure(model, opt, lambda out, y, s=scale: s * F.cross_entropy(out, y, reduction=reduction), x, y, 6)
         ends.append(nn.utils.parameters_to_vector(model.parameters()))
     assert (ends[0] - ends[1]).norm() < 2e-2 * ends[0].norm()
-
-
-def test_factors_are_renewed_as_long_as_it_goes_on():
-    """A step that inverts what is due without new factors is no renewal: it must not put off the next."""
-    model, _, x, y = task("mlp")
-    opt = KFAC(model, adaptive=True)
-    train_by_closure(model, opt, F.cross_entropy, x, y, 40)
-    renewed = [k for k, entry in enumerate(opt.history) if entry["renewed"]]
-    assert len(renewed) < 40 and all(b - a <= 5 for a, b in zip(renewed, [*renewed[1:], 40], strict=True)), renewed
-
-
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_replays_leave_no_trace(name: str):
-    """Random numbers, buffers and gradients after a step are those of one call of the closure."""
-    model, loss, x, y = task(name)
-    other = copy.deepcopy(model)
-    opt = KFAC(model, adaptive=True)
-    with seeded(3):
-        opt.step(closure_of(model, opt, loss, x, y))
-        state = torch.get_rng_state()
-    with seeded(3):
-        closure_of(other, torch.optim.SGD(other.parameters()), loss, x, y)()
-        assert torch.equal(torch.get_rng_state(), state)
-    for (k, buffer), expected in zip(model.named_buffers(), other.buffers(), strict=True):
-        assert torch.equal(buffer, expected), k
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -235,25 +149,6 @@ def test_a_schedule_that_starts_at_zero():
     opt.param_groups[0]["lr"] = 1.0
     losses = train_by_closure(model, opt, loss, x, y, 2)
     assert losses[1] < losses[0] and opt.stats()["damping"] > 0
-
-
-@pytest.mark.training_run
-def test_several_outputs_and_calls():
-    """A model that returns a dict, called twice in the closure."""
-    model = Raw(lambda m, x: {"a": m.one(x).tanh(), "b": m.two(x)}, one=nn.Linear(4, 3), two=nn.Linear(4, 2))
-    with seeded(0):
-        x, z = torch.randn(16, 4), torch.randn(16, 4)
-    opt = KFAC(model, adaptive=True)
-
-    def closure() -> Tensor:
-        opt.zero_grad()
-        one, two = model(x), model(z)
-        loss = (one["a"] - 0.5).square().mean() + (two["b"] - x[:, :2]).square().mean() + two["a"].square().mean()
-        loss.backward()
-        return loss
-
-    values = [opt.step(closure).item() for _ in range(8)]
-    assert values[-1] < 0.8 * values[0] and all(b <= a for a, b in zip(values, values[1:], strict=False))
 
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -310,46 +205,6 @@ def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
     assert ends[1][-1] < ends[0][-4]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", [0.0, 1.5])
-def test_gradients_of_zero_change_nothing(level: float, optimizer: str):
-    model, x, y = readme_example()
-    opt, before = OPTIMIZERS[optimizer](model), copied(model)
-    train_by_closure(model, opt, lambda out, y: 0 * F.cross_entropy(out, y) + level, x, y, 5)
-    assert_same(copied(model), before)
-    stats = opt.stats()
-    assert stats["step_size"] == 0 and stats["rollbacks"] == stats["failures"] == stats["skipped"] == 0
-
-
-@pytest.mark.training_run
-@pytest.mark.parametrize("optimizer", ONE)
-def test_losses_that_are_not_finite_at_the_start(optimizer: str):
-    model, x, y = readme_example()
-    opt, before = OPTIMIZERS[optimizer](model), copied(model)
-    train_by_closure(model, opt, lambda out, y: F.cross_entropy(out, y) * math.nan, x, y, 3)
-    assert_same(copied(model), before)
-    assert opt.skipped == 3
-    losses = train_by_closure(model, opt, F.cross_entropy, x, y, 12)
-    assert losses[-1] < 0.2 * losses[0]
-
-
-@pytest.mark.training_run
-@pytest.mark.parametrize("optimizer", OTHER)
-def test_batches_with_a_constant_output(optimizer: str):
-    """Inputs of zero, and a layer that no input wakes: only the last bias has a gradient."""
-    for asleep in (False, True):
-        model, x, y = readme_example()
-        y = torch.cat([torch.arange(10), y[10:]])  # the best bias of a class that is missing would be infinite
-        if asleep:
-            nn.init.constant_(model[0].bias, -100.0)
-        opt = OPTIMIZERS[optimizer](model)
-        losses = train_by_closure(model, opt, F.cross_entropy, x if asleep else 0 * x, y, 10)
-        frequencies = y.bincount() / len(y)
-        entropy = -(frequencies * frequencies.log()).sum().item()
-        assert losses[-1] == pytest.approx(entropy, rel=1e-3)
-        assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
-
-
 @pytest.mark.training_run
 @pytest.mark.parametrize("optimizer", ONE)
 def test_linear_losses_fall(optimizer: str):
@@ -357,15 +212,6 @@ def test_linear_losses_fall(optimizer: str):
     model, x, y = readme_example()
     losses = train_by_closure(model, OPTIMIZERS[optimizer](model), lambda out, y: out.mean(), x, y, 40)
     assert losses[5] < losses[0] - 1 and all(map(math.isfinite, losses))
-
-
-@pytest.mark.training_run
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_no_unit_is_too_small_or_too_large(scale: float):
-    model, x, y = readme_example(torch.float64)
-    loss = lambda out, y: scale * F.cross_entropy(out, y)
-    losses = train_by_closure(model, KFAC(model, adaptive=True), loss, x, y, 12)
-    assert losses[-1] < 0.2 * losses[0]
 
 
 # -- dampings
@@ -383,12 +229,6 @@ def test_dampings_have_bounds():
     assert failed.next_damping(largest=0.0) == 1.0
     unmoved = Trial(first=1.0, damping=64.0, ratio=0.0, rollbacks=4, is_accepted=False, step=None)
     assert unmoved.next_damping(largest=1e6) == 1.0
-
-
-def test_the_largest_curvature_is_that_of_directions_of_length_one():
-    of = lambda *numbers: torch.tensor(numbers, dtype=torch.float64).diag()
-    assert largest_curvature(of(8.0, 3.0, 0.0), of(4.0, 1.0, 0.0)) == 3.0
-    assert largest_curvature(of(-1.0), of(1.0)) == 0.0
 
 
 def test_the_first_damping():
@@ -427,13 +267,3 @@ def test_residuals_that_do_not_depend_on_the_model_at_first():
 
 
 # -- tasks with buffers and chance
-
-
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_zero_losses_with_batch_norm_and_dropout(name: str):
-    model, loss, x, y = task(name)
-    opt = KFAC(model, adaptive=True)
-    train_by_closure(model, opt, loss, x, y, 3)
-    for _ in range(3):
-        opt.step(closure_of(model, opt, lambda out, y: 0 * loss(out, y), x, y))
-    assert opt.stats()["failures"] == 0

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
-from support.host_waits import Waits
 from support.training import Loss, assert_same, backward, copied, curvature_of, task, train, train_by_closure
 
 
@@ -52,26 +51,6 @@ def pair(optimizer: type[KFAC], name: str, steps: int, **options: Any) -> tuple[
         train(m, o, loss, x, y, steps)
         m.eval()  # the running statistics of a batch norm are the model's own business
     return (model, one), (other, same), (loss, x, y)
-
-
-@pytest.mark.parametrize("optimizer, name, scaled", [(KFAC, "mlp", False), (EKFAC, "cnn", False), (KFAC, "mlp", True)])
-def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name: str, scaled: bool, device):
-    """Nor does one with scaled gradients."""
-    model, loss, x, y = task(name, device)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**12, enabled=scaled)
-    opt, ordinary = optimizer(model, weight_decay=0.01), 0
-    for _ in range(50):
-        opt.zero_grad()
-        scaler.scale(loss(model(x), y)).backward()
-        assert not opt.skipped  # asks for the verdict on the last step, which has long arrived
-        with Waits() as waits:
-            scaler.step(opt)
-        scaler.update()
-        entry = opt.monitor.entries[-1]
-        if not entry["renewed"] and not entry["inverted"]:
-            ordinary += 1
-            assert not waits.count
-    assert ordinary > 10
 
 
 @pytest.mark.parametrize(
@@ -146,20 +125,6 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
     assert all(t.isfinite().all() for t in everything(opt, model).values())
 
 
-def test_a_run_goes_on_bitwise_after_a_bad_batch():
-    """A checkpoint taken before the host knows of it."""
-    (model, opt), _, batch = pair(KFAC, "mlp", 29)
-    while not opt.preconditioner.has_nothing_due():
-        train(model, opt, *batch, 1)
-    spoiled_step(model, opt, batch, "nan")
-    resumed = copy.deepcopy(model)
-    again = KFAC(resumed)
-    again.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert (again.skipped, again.steps) == (opt.skipped, opt.steps) == (1, opt.steps)
-    assert train(resumed, again, *batch, 12) == train(model, opt, *batch, 12)
-    assert_same(everything(again, resumed), everything(opt, model))
-
-
 with seeded(0):
     X = torch.randn(128, 8)
     Y = (X @ torch.randn(8, 3)).argmax(1)
@@ -214,19 +179,6 @@ def test_a_signal_after_a_long_pause_is_learnt(optimizer: type[KFAC], pause: Los
     assert geometric_mean(ends) < (0.01 if pause is silence else 0.5)  # at chance 1.1
 
 
-def test_a_run_of_long_gradients_that_is_no_new_scale_is_clipped() -> None:
-    """Two in a row, a thousand times as long as usual, move the model as much as two of twice the usual length."""
-    ends = []
-    for factor in (1e3, 1e6):
-        model = network().double()
-        opt = KFAC(model)
-        train(model, opt, F.cross_entropy, X.double(), Y, 12)
-        train(model, opt, lambda output, y, k=factor: F.cross_entropy(output, y) * k, X.double(), Y, 2)
-        ends.append([p.detach() for p in model.parameters()])
-    for one, other in zip(*ends, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
 LARGE = 2.0**12  # times the loss, so that a scale overflows which is a number in single precision
 
 
@@ -266,8 +218,3 @@ def test_a_scaler_that_looks_for_its_scale_undoes_nothing(optimizer: type[KFAC],
     """At the start of a run, and where a run goes on with a new scaler."""
     opt = scaled_run(optimizer, start | {len(start) * 6: 2.0**127})
     assert opt.skipped >= 3 and max(entry.get("overshoots", 0) for entry in opt.history) == 0
-
-
-def test_a_scale_that_has_grown_too_far_undoes_nothing() -> None:
-    opt = scaled_run(KFAC, {0: 2.0**110}, growth=2)
-    assert opt.skipped >= 2 and max(entry.get("overshoots", 0) for entry in opt.history) == 0

@@ -6,15 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvature import empirical, plots
-from curvature.recording import warn_once
+from curvature import plots
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.quadratic_model import MOST_TRIES
 from optimizers.steps.residuals import DIRECTIONS, REMEMBERED
@@ -22,9 +20,8 @@ from support.cases.case import seeded
 from support.combinations import in_turn
 from support.habits import copied
 from support.habits import moved as moved_of
-from support.oracles import derivatives as oracle_derivatives
 from support.oracles.residuals import DenseSteps, damped_sum
-from support.residual_problem import by_hand, closure_of, nested, problem, spread
+from support.residual_problem import by_hand, nested, problem, spread
 
 pytestmark = pytest.mark.fast
 each_optimizer = pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
@@ -80,6 +77,9 @@ def test_three_pieces():
     assert all(later < sooner for sooner, later in itertools.pairwise(losses))
 
 
+# -- what goes wrong
+
+
 def test_rates_shorten_the_step_or_leave_layers_alone():
     model, closure = problem()
     state, whole = copy.deepcopy(model.state_dict()), arranged(model)
@@ -100,16 +100,6 @@ def test_rates_shorten_the_step_or_leave_layers_alone():
     assert moved_of(model, held) == {"0.weight", "0.bias"}
 
 
-def test_without_momentum_displacements_are_no_directions():
-    model, closure = problem()
-    opt = KFAC(model, momentum=0.0)
-    train(opt, closure, 2)
-    assert opt.residual_rule is not None and opt.residual_rule.moves == []
-
-
-# -- what goes wrong
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @each_optimizer
 def test_residuals_that_are_not_finite_change_nothing(optimizer: type[KFAC], bad: float):
@@ -126,19 +116,6 @@ def test_residuals_that_are_not_finite_change_nothing(optimizer: type[KFAC], bad
     assert opt.history[-1]["accepted"] and not torch.equal(arranged(model), before)
     assert len(plots.training(opt.history)) > 0
     plt.close("all")
-
-
-@each_optimizer
-def test_derivatives_that_are_not_finite_change_nothing(optimizer: type[KFAC]):
-    """Of a root at zero, say, whose residual is finite."""
-    model, closure = problem()
-    opt = optimizer(model)
-    opt.step(closure)
-    before = arranged(model)
-    loss = opt.step(lambda: torch.cat([closure(), (0 * model(model.edge[:2])[:, 0]).sqrt()]))
-    assert math.isfinite(loss.item()) and opt.skipped == 1 and opt.steps == 1 and torch.equal(arranged(model), before)
-    opt.step(closure)
-    assert opt.history[-1]["accepted"]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
@@ -172,15 +149,6 @@ def test_a_loss_that_cannot_fall_is_given_up(optimizer: type[KFAC], adaptive: bo
     assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == (0 if searches else MOST_TRIES)
 
 
-def test_residuals_of_zero_change_nothing():
-    model, closure = problem()
-    opt = KFAC(model)
-    opt.step(closure)
-    before, damping = arranged(model), opt.residual_rule.damping
-    assert opt.step(lambda: 0 * closure()) == 0
-    assert torch.equal(arranged(model), before) and opt.residual_rule.damping == damping
-
-
 @each_optimizer
 def test_buffers_and_random_numbers_are_those_of_one_call(optimizer: type[KFAC]):
     model, closure = problem()
@@ -207,30 +175,6 @@ def test_buffers_and_random_numbers_are_those_of_one_call(optimizer: type[KFAC])
         assert model.count == step + 1 and torch.equal(model.seen, before)
 
 
-def test_layer_norm_is_written_out_at_the_first_step_too():
-    """As a model that has it written out itself; torch's kernel has wrong third derivatives."""
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
-        x = torch.rand(12, 2).double()
-    other = copy.deepcopy(model)
-    losses = train(KFAC(model), lambda: nested(model, x)[1][:, 0] - 1, 3)
-    with oracle_derivatives.written_out():
-        expected = train(KFAC(other), lambda: nested(other, x)[1][:, 0] - 1, 3)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
-    torch.testing.assert_close(arranged(model), arranged(other))
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"loss": nn.MSELoss()}, {"inject": empirical()}, {"sharing": "reduce"}], ids=lambda x: next(iter(x))
-)
-def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any]):
-    model, closure = problem()
-    before = arranged(model)
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        KFAC(model, **arguments).step(closure)
-    assert torch.equal(arranged(model), before)
-
-
 def test_what_is_no_residual_is_refused():
     model, closure = problem()
     with pytest.raises(ValueError, match="NaturalGradient"):
@@ -244,17 +188,6 @@ def test_what_is_no_residual_is_refused():
 
 
 # -- checkpoints
-
-
-@each_optimizer
-def test_a_copy_goes_the_same_way(optimizer: type[KFAC]):
-    model, closure = problem()
-    opt = optimizer(model)
-    train(opt, closure, 3)
-    copied, twin = copy.deepcopy((model, opt))
-    copied.inside, copied.edge = model.inside, model.edge
-    assert train(twin, closure_of(copied), 2) == train(opt, closure, 2)
-    assert torch.equal(arranged(copied), arranged(model))
 
 
 @each_optimizer
@@ -273,13 +206,3 @@ def test_parameters_may_be_frozen_and_thawed(optimizer: type[KFAC]):
     losses += train(opt, closure, 2)
     assert not torch.equal(model[0].weight, frozen)
     assert all(b <= a for a, b in itertools.pairwise(losses))
-
-
-@each_optimizer
-def test_single_precision_is_warned_of_once(optimizer: type[KFAC], caplog: pytest.LogCaptureFixture):
-    for dtype, times in ((torch.float64, 0), (torch.float32, 1)):
-        warn_once.cache_clear()
-        caplog.clear()
-        model, x = nn.Linear(3, 1).to(dtype), torch.randn(12, 3, dtype=dtype)
-        train(optimizer(model), lambda: model(x)[:, 0] - 1, 3)  # noqa: B023
-        assert caplog.text.count("double precision, model.double()") == times

@@ -45,19 +45,6 @@ MATRICES: dict[str, Callable[..., curvature.Operator]] = {
 
 
 @pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place])
-def test_parameters_without_axes(score: Callable[..., Any]) -> None:
-    with seeded(0):
-        forward = lambda m, x: m.out(torch.tanh(m.scale * x))
-        model = Raw(forward, scale=nn.Parameter(torch.tensor(1.3)), out=nn.Linear(2, 3)).double()
-        train, query = ((torch.randn(n, 2).double(), torch.arange(n) % 3) for n in (7, 4))
-    K = curvature.gauss_newton(model, LOSS, train)
-    expected = scores(K.to_dense(), own_gradients(model, LOSS, *query), own_gradients(model, LOSS, *train), D)
-    found = score(model, LOSS, train, query, K, damping=D)
-    parts = [found] if isinstance(found, Tensor) else [part.reshape(4, 7, -1).sum(2) for part in found.values()]
-    torch.testing.assert_close(torch.stack(parts).sum(0), expected)
-
-
-@pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place])
 def test_empty_batches_have_no_scores(score: Callable[..., Any]) -> None:
     model, train, query = problem()
     K = curvature.kfac(model, LOSS, train)
@@ -232,15 +219,6 @@ def test_each_token_has_its_share() -> None:
         curvature.influence_by_place(model, token_loss, [(train[0][:1], train[1][:1])], query, K, damping=D)
 
 
-def test_batches_of_other_lengths_have_other_places() -> None:
-    with seeded(0):
-        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
-        long, short = ((torch.randint(5, (2, t)), torch.randint(5, (2, t))) for t in (3, 2))
-    K = curvature.kfac(model, token_loss, long)
-    with pytest.raises(ValueError, match=r"train: 0\.weight is read at \[2, 3\] places in different batches"):
-        curvature.influence_by_place(model, token_loss, [long, short], long, K)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_leaving_a_sample_out(reduction: str) -> None:
     """Ridge regression, whose minimum is known: the change of the queries' losses without each sample."""
@@ -300,21 +278,6 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "within a batch sampler": lambda: {"batch_sampler": BatchSampler(Shuffled(None), 3, False)},
     "random numbers of Python": lambda: {"sampler": Shuffled(None), "batch_size": 3},
 }
-
-
-@pytest.mark.parametrize("what", ["train", "query"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "function", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place]
-)
-def test_loaders_that_shuffle_are_refused(function: Callable[..., Any], order: str, what: str):
-    model, train, query = problem()
-    data = {"train": train, "query": query}
-    data[what] = DataLoader(TensorDataset(*train), **ORDERS[order]())
-    before = random.getstate()
-    with pytest.raises(ValueError, match=rf"{what}: the DataLoader shuffles .*shuffle=False"):
-        function(model, LOSS, **data)
-    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("batches", [[[0, 1, 2], [3, 4, 5, 6]], BatchSampler(SequentialSampler(range(7)), 3, False)])

@@ -64,26 +64,6 @@ def network(inputs: int = 6, hidden: int = 8, count: int = 40) -> tuple[nn.Modul
         return model, (torch.randn(count, inputs).double(), torch.arange(count) % 3)
 
 
-def test_models_bits_by_name_and_fewer_errors_than_the_nearest_levels():
-    model, data = network()
-    K = curvature.kfac(model, LOSS, data)
-    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
-    ones = Diagonal(K.space, torch.ones_like(theta))
-    costs = []
-    for op in (K, ones):
-        with unchanged(model):
-            d = K.space.flatten(curvature.quantize(op, model, 2)) - theta
-        costs.append(float(d @ (K @ d)))
-    assert costs[0] < 0.5 * costs[1]
-    one = curvature.quantize(K, model, {"2.weight": 2})
-    named = dict(model.named_parameters())
-    matches(one["0.weight"], named["0.weight"].detach())
-    assert all(len(row.unique()) <= 4 for row in one["2.weight"]) and len(one["0.weight"].unique()) > 40
-    pruned, masks = curvature.prune(K, model, 0.5)
-    both = curvature.quantize(K, pruned, 3)
-    assert all(not (both[name] * ~mask).any() for name, mask in masks.items())
-
-
 def test_rows_that_are_read_apart():
     with seeded(0):
         attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
@@ -98,21 +78,6 @@ def test_rows_that_are_read_apart():
     mean = 0.01 * float(K.trace()) / K.space.size
     named = {"inner.in_proj_weight[0:4]": weight[:4], "inner.in_proj_bias[0:4]": bias[:4]}
     matches(found["inner.in_proj_weight"][:4], curvature.quantize(part, named, 2, mean)["inner.in_proj_weight[0:4]"])
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "blocks", "kronecker bias", "kronecker grouped"])
-def test_matrices_that_are_mapped_from_files(structure, tmp_path):
-    """They count as what they are: with their own damping, factors and rounds."""
-    op, _ = structures()[structure](Source())
-    w = op.space.split(Source(seed=1).normal(op.space.size))
-    op.save(tmp_path / "K.pt")
-    lazily = curvature.load(tmp_path / "K.pt", lazily=True)
-    for function in (
-        curvature.saliencies,
-        lambda K, w: curvature.prune(K, w, 0.5)[0],
-        lambda K, w: curvature.quantize(K, w, 2),
-    ):
-        matches(op.space.flatten(function(lazily, w)), op.space.flatten(function(op, w)), 1e-8)
 
 
 def test_what_cannot_be_rounded_is_refused():
@@ -220,26 +185,6 @@ def test_diagonals_are_optimal_brain_damage_and_ones_are_magnitude():
     assert torch.equal(masks["0.weight"], weights.abs() > weights.abs().flatten().sort().values[9])
     matches(new["0.weight"], weights * masks["0.weight"])
     assert list(masks) == ["0.weight"] and all(torch.equal(new[n], named[n]) for n in named if n != "0.weight")
-
-
-def test_pruning_in_steps_adds_zeros_and_the_default_damping_is_relative():
-    model, data = network(4, 5, 9)
-    K = curvature.kfac(model, LOSS, data)
-    mean = float(K.trace()) / K.space.size
-    some, first = curvature.prune(K, model, 0.3)
-    for one, other in (
-        (some, curvature.prune(K, model, 0.3, 0.01 * mean)[0]),
-        (some, curvature.prune(1e3 * K, model, 0.3)[0]),
-    ):
-        matches(K.space.flatten(one), K.space.flatten(other), 1e-8)
-    more, second = curvature.prune(K, some, 0.6)
-    assert all(bool((first[name] | ~second[name]).all()) for name in first)
-    assert sum(int((p == 0).sum()) for p in more.values()) == round(0.6 * 35)
-    none, masks = curvature.prune(K, model, 0.0)
-    matches(K.space.flatten(none), torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert all(mask.all() for mask in masks.values())
-    everything, masks = curvature.prune(curvature.fisher_blocks(model, LOSS, data), model, 1.0)
-    assert not everything["0.weight"].any() and not everything["2.weight"].any()
 
 
 def test_pruning_goes_on_in_double_precision_where_products_are_too_coarse(monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC
 from support.cases.case import seeded
+from support.combinations import in_pairs
 from support.comparisons import check_operator
 from support.training import ORDERS, order_seed, train
 
@@ -42,9 +43,9 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense", "last_layer"])
-@pytest.mark.parametrize("hidden", [(30,), (20, 20), (64,)])
+@in_pairs(
+    per_layer=[False, True], structure=["kfac", "diagonal", "dense", "last_layer"], hidden=[(30,), (20, 20), (64,)]
+)
 def test_error_bars_after_training_are_those_in_double_precision(
     hidden: tuple[int, ...], structure: str, per_layer: bool
 ) -> None:
@@ -66,19 +67,6 @@ def test_error_bars_after_training_are_those_in_double_precision(
     # training has left a prior that is small. Of nine runs one had an error of 0.27; medians are below 0.06. The other
     # structures have errors below 0.02 in each run.
     assert median(errors) < 0.25 and median(of_samples) < 0.3, (errors, of_samples)
-
-
-@pytest.mark.parametrize("hidden", [(30,), (20, 20)])
-def test_dense_posteriors_keep_the_digits_of_their_rows(hidden: tuple[int, ...]) -> None:
-    model, data = trained(hidden)
-    found = curvature.laplace(model, LOSS, data, "dense", prior=0.05, noise=0.1)
-    wide_model, wide_data = in_double(model, data)
-    wide = curvature.laplace(wide_model, LOSS, wide_data, "dense")
-    expected = wide.with_prior(0.05, 0.1)
-    x = torch.linspace(-4, 4, 30)[:, None]
-    assert relative(found.outputs(x)[1], expected.outputs(x.double())[1]) < 1e-2
-    evidence = float(found.log_marginal_likelihood()), float(expected.log_marginal_likelihood())
-    assert evidence[0] == pytest.approx(evidence[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("prior", [0.7, torch.tensor([0.3, 2.0])])

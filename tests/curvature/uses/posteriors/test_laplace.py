@@ -88,16 +88,6 @@ def test_linear_regression_is_exact() -> None:
             matches(found.log_marginal_likelihood(), textbook.log_evidence())
 
 
-def test_batches_and_reduction_do_not_matter() -> None:
-    model, _, (x, y) = problem("classes")
-    mean = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
-    split = [(x[:3], y[:3]), (x[3:], y[3:])]
-    parts = curvature.laplace(model, nn.CrossEntropyLoss(reduction="sum"), split, "dense", prior=mean.prior)
-    matches(mean.fit.total, parts.fit.total)
-    whole = curvature.laplace(model, nn.functional.cross_entropy, (x, y), "dense", prior=mean.prior)
-    matches(parts.precision.to_dense(), whole.precision.to_dense())
-
-
 def test_probabilities() -> None:
     """Draws agree with a Gauss-Hermite quadrature for one binary output, and the probit is near it."""
     with seeded(0):
@@ -112,16 +102,6 @@ def test_probabilities() -> None:
     assert (drawn.mean[:, 0] - exact).abs().max() < 0.01
     assert (found.predict(x).mean[:, 0] - exact).abs().max() < 0.02
     matches(drawn.variance, drawn.mean * (1 - drawn.mean))
-
-
-def test_probabilities_of_classes() -> None:
-    found, expected = both("kfac", "classes")
-    x, _ = expected.of.data
-    f, covariance = found.outputs(x)
-    probit = (f / (1 + math.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()).softmax(1)
-    matches(found.predict(x).mean, probit)
-    draws = torch.distributions.MultivariateNormal(f, covariance).sample((20_000,)).softmax(2).mean(0)
-    assert (found.predict(x, samples=20_000).mean - draws).abs().max() < 0.015
 
 
 def test_counts_and_variances_of_their_own() -> None:
@@ -141,14 +121,6 @@ def test_counts_and_variances_of_their_own() -> None:
     mean, variance = f.T
     likelihood = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y[:, 0]).sum()
     matches(heads.fit.log_likelihood(heads.noise), likelihood)
-
-
-def test_counts_that_several_outputs_share() -> None:
-    model, _, (x, y) = problem("counts")
-    counts = y[:, :1]
-    found = curvature.laplace(model, nn.PoissonNLLLoss(), (x, counts))
-    likelihood = torch.distributions.Poisson(model(x).detach().exp()).log_prob(counts).sum()
-    matches(found.fit.log_likelihood(found.noise), likelihood)
 
 
 def test_variances_below_eps_count_as_eps() -> None:
@@ -198,20 +170,6 @@ def test_devices(structure: str, device: str) -> None:
         assert found.device == x.device
         matches(found.cpu(), expected, 1e-4)
     assert there.predict(x, samples=2).mean.device == there.sample(2)["2.weight"].device == x.device
-
-
-def test_nothing_of_the_model_is_changed() -> None:
-    model, loss, data = problem("classes")
-    model[0].bias.requires_grad_(False)
-    before = [p.requires_grad for p in model.parameters()]
-    posterior = curvature.laplace(model, loss, data, "last_layer")
-    posterior.predict(data[0])
-    assert [p.requires_grad for p in model.parameters()] == before and posterior.layers == ("2",)
-    assert curvature.laplace(model, loss, data).mean.numel() == sum(p.numel() for p in model.parameters()) - 4
-    with torch.no_grad():
-        model[2].bias += 1
-    with pytest.raises(RuntimeError, match="parameters have changed"):
-        posterior.predict(data[0])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import curvature
 from curvature.uses.posteriors.search import golden_section, least_that_passes, one_by_one
 from optimizers import KFAC
 from support.cases.case import seeded
+from support.combinations import in_turn
 from support.comparisons import matches
 from support.oracles.laplace import log_loss
 from support.posteriors import LABELS, both
@@ -32,8 +33,7 @@ def at(expected: Any, prior: float, noise: float | None) -> Any:
     return moved
 
 
-@pytest.mark.parametrize("structure", ["kfac", "last_layer"])
-@pytest.mark.parametrize("labels", LABELS)
+@in_turn(structure=["kfac", "last_layer"], labels=LABELS)
 def test_no_prior_of_a_fine_grid_has_a_lower_log_loss(structure: str, labels: str) -> None:
     posterior, expected = both(structure, labels)
     data = held_out(labels)
@@ -120,13 +120,6 @@ def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixt
         posterior.optimize_prior()
     assert len(caplog.records) == 2
     assert all("mean confidence on the training data falls from" in line for line in caplog.messages)
-
-
-def test_weights_of_classes_may_be_in_single_precision() -> None:
-    model, (x, y) = clusters()
-    weighted = curvature.laplace(model, nn.CrossEntropyLoss(weight=torch.arange(4).float()), (x, y))
-    best = weighted.optimize_prior(validation=(x, y))
-    assert best._log_loss((x, y)) <= weighted._log_loss((x, y))
 
 
 def test_what_a_search_needs_is_asked_for() -> None:

@@ -12,7 +12,6 @@ import curvature.terms.contractions
 import curvature.uses.projections
 from curvature.uses.projections import Projection
 from support.cases.case import Raw, seeded
-from support.layer_table import LAYERS
 from support.memory import Largest
 from support.oracles.brute_force import per_sample_gradients, trainable
 
@@ -40,34 +39,12 @@ def rows(model: nn.Module, loss: Any, x: Any, y: Tensor) -> Tensor:
     return torch.cat([g.flatten(1) for g in per_sample_gradients(model, loss, x, y).values()], 1)
 
 
-def layer(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    make, draw = next(made for label, *made in LAYERS if label == name)
-    with seeded(0):
-        model, x = make().double(), draw()
-        x = x.double() if x.is_floating_point() else x
-        return model, x, torch.randn_like(model(x))
-
-
 def network() -> tuple[nn.Module, Tensor, Tensor]:
     """Every form of term: places, one place, a bias, a grouped convolution, scales."""
     with seeded(0):
         inner = [nn.Conv2d(2, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 2), nn.Tanh(), nn.Flatten()]
         model = nn.Sequential(*inner, nn.Linear(12, 5), nn.Linear(5, 3)).double()
         return model, torch.randn(9, 2, 5, 5).double(), torch.randn(9, 3).double()
-
-
-SAMPLES_APART = [name for name, *_ in LAYERS if "train()" not in name]
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("name", SAMPLES_APART)
-def test_every_layer(name: str) -> None:
-    model, x, y = layer(name)
-    wanted = rows(model, LOSS, x, y)
-    for projection in PROJECTIONS:
-        for _ in range(2):  # learning how the model is explained, and knowing it
-            found = curvature.per_sample_projections(model, LOSS, x, y, projection)
-            torch.testing.assert_close(found, wanted @ matrix(projection, model))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -98,19 +75,6 @@ def test_neither_batch_nor_pieces_matter(projection: Projection, device: str, mo
             found = curvature.per_sample_projections(model, LOSS, x[part], y[part], projection)
             assert found.device.type == torch.device(device).type
             torch.testing.assert_close(found.cpu(), wanted[part])
-
-
-def test_maps_are_named_by_seed_and_parameter() -> None:
-    model, *_ = network()
-    signs, normal = (matrix(projection, model) for projection in PROJECTIONS[:2])
-    assert signs.abs().unique().tolist() == [6**-0.5]
-    assert abs(float(normal.square().mean()) * 6 - 1) < 0.1 and abs(float(normal.mean())) < 0.03
-    for found in (signs, normal):
-        assert torch.linalg.matrix_rank(found) == 6
-    assert not torch.equal(matrix(curvature.SignProjection(6, seed=1), model), signs)
-    frozen = model.requires_grad_(False)
-    frozen[6].requires_grad_(True)
-    torch.testing.assert_close(matrix(PROJECTIONS[0], frozen), signs[-18:])
 
 
 def test_maps_stay_what_they_are() -> None:
@@ -173,16 +137,6 @@ def test_rows_that_are_not_looked_up_are_not_drawn(monkeypatch: pytest.MonkeyPat
     found = curvature.per_sample_projections(model, LOSS, x, y, curvature.SignProjection(10))
     assert sum(drawn) == 3 * 50
     torch.testing.assert_close(found, rows(model, LOSS, x, y) @ matrix(curvature.SignProjection(10), model))
-
-
-def test_half_precision() -> None:
-    model, x, y = nn.Linear(5, 3).bfloat16(), torch.randn(4, 5).bfloat16(), torch.randn(4, 3).bfloat16()
-    gradients = curvature.per_sample_gradients(model, LOSS, x, y)
-    for projection in PROJECTIONS:
-        found = curvature.per_sample_projections(model, LOSS, x, y, projection)
-        assert found.dtype is torch.float32
-        exact = projection({name: g.float() for name, g in gradients.items()})
-        torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
 
 
 def test_what_is_refused() -> None:
