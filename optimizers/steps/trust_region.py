@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,6 @@ class TrustRegionConstants:
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
-    largest_scale: float = 2.0  # by how much the direction of a layer is made longer or shorter
 
 
 class TrustState(NamedTuple):
@@ -94,22 +93,14 @@ class TrustState(NamedTuple):
     kept: float = 1.0  # share of it that the bounds on the layers have left
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
-    measured: float = 0.0  # decayed sums of the energies of steps, of all layers together
-    predicted: float = 0.0
+    energy: float = 0.0  # predicted of the last step, ``d^T M d``
+    measured: float = 0.0  # decayed sums of the energies of steps, measured at renewals as ``(v^T J d)^2`` ...
+    predicted: float = 0.0  # ... and what was predicted of these
 
     @property
     def underestimate(self) -> float:
         """Measured over predicted squared change of the outputs, along recent steps; 1 where nothing was measured."""
         return self.measured / self.predicted if self.predicted else 1.0
-
-
-@dataclass
-class LayerEnergies:
-    """Energies ``u^T M u`` of the steps of a layer."""
-
-    last: float = 0.0  # predicted for the last step
-    measured: float = 0.0  # decayed sum over renewals of ``(v^T J u)^2``, and of what was predicted of these
-    predicted: float = 0.0
 
 
 class Facts(NamedTuple):
@@ -136,7 +127,6 @@ class TrustRegionStep(StepRule):
         self.direction, self.constants = direction, constants
         self.first_step = 0  # number of the first step that it makes
         self.state: TrustState | None = None  # None before the first step
-        self.energies: dict[str, LayerEnergies] = {}  # by their first parameters
         self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
@@ -170,9 +160,9 @@ class TrustRegionStep(StepRule):
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(context, renewal), renewal)
 
-        # 4. layers by measured curvature and by more alike shares of their norms; the outputs' change, and their size
+        # 4. layers by more alike shares of their norms; the outputs' change, and their size
         layout, trust = g.layout, c.trust / math.sqrt(max(preconditioner.layer_count, 1))
-        scales, moves = self._scales(layout, facts)
+        scales, moves = evened(relative_lengths(layout, facts.lengths, facts.sizes), c.even)
         slopes, energies = facts.scaled(scales, direction.dampings)
         change = self._change(context, [1.0] * len(energies), energies)
         bounds = within_trust(trust, moves)
@@ -196,8 +186,8 @@ class TrustRegionStep(StepRule):
         _bound_rows(context, direction.u, trust, facts.sizes)
         moved = [trust * rate / bound if bound else 0.0 for rate, bound in zip(rates, bounds, strict=True)]
         decay_weights(context, layout, moved)  # in place, before the optimizer adds the step
-        self._keep(context, direction.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
-        self.state = with_slopes(state, rates, [lr * size for lr in lrs], slopes, self.state)
+        self._keep(context, direction.u)
+        self.state = with_step(state, rates, [lr * size for lr in lrs], slopes, energies, self.state)
         return Outcome(loss, direction.u.views, self._entry(context, renewal), renewal)
 
     def _entry(self, context: StepContext, renewal: Renewal) -> dict[str, Any]:
@@ -250,12 +240,9 @@ class TrustRegionStep(StepRule):
             context.states[name].pop("displacement", None)
         return of_states(layout, "displacement", context.states, context.trained, self.last)
 
-    def _keep(self, context: StepContext, d: LayerVector, energies: Sequence[float]) -> None:
-        """Keep the step, and what was predicted of it for each layer."""
+    def _keep(self, context: StepContext, d: LayerVector) -> None:
         self.last = d
         to_states(d, "displacement", context.states, context.trained)
-        for (first, *_), energy in zip(d.layout.layers, energies, strict=True):
-            self.energies.setdefault(first, LayerEnergies()).last = energy
 
     def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
@@ -263,44 +250,18 @@ class TrustRegionStep(StepRule):
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
-        self._keep(context, last, [0.0] * len(last.layout.layers))  # it may be a copy of what the states have
+        self._keep(context, last)  # it may be a copy of what the states have
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
         """Note what a renewal has measured along the last step beside what was predicted."""
         # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of the
         # squared change that u causes, where the positions of a sample, or several layers, pull in one direction.
-        state, along, whole = self.state, context.outputs.along, 0.0
-        if state is None:
+        state, along = self.state, context.outputs.along.get("", 0.0)
+        if state is None or not (state.energy and along):
             return
-        for block in context.preconditioner.blocks:
-            own = [self.energies[name] for name in block.names if name in self.energies]
-            if block.names[0] in along and own:
-                predicted = sum(layer.last for layer in own)
-                sums = _noted(own[0].measured, own[0].predicted, along[block.names[0]], predicted, self.constants)
-                for layer in own:
-                    layer.measured, layer.predicted = sums
-                whole += predicted
-        if whole and along[""]:
-            context.preconditioner.schedule.note_energies(along[""], whole * state.underestimate)
-            sums = _noted(state.measured, state.predicted, along[""], whole, self.constants)
-            self.state = state._replace(measured=sums[0], predicted=sums[1])
-
-    def _scales(self, layout: Layout, facts: Facts) -> tuple[list[float], list[float]]:
-        """The factor of each direction, and how far it moves its layer, as a share of its norm, for step size one.
-
-        Layers whose curvature is underestimated more than elsewhere move less.
-        """
-        nothing = LayerEnergies()
-        own = [self.energies.get(first, nothing) for first, *_ in layout.layers]
-        measured, predicted = sum([layer.measured for layer in own]), sum([layer.predicted for layer in own])
-        most = self.constants.largest_scale
-        scales = [
-            min(max(measured / predicted * layer.predicted / layer.measured, 1 / most), most) if layer.measured else 1.0
-            for layer in own
-        ]
-        moves = relative_lengths(layout, scales, facts.lengths, facts.sizes)
-        return evened(scales, moves, self.constants.even)
+        context.preconditioner.schedule.note_energies(along, state.energy * state.underestimate)
+        self.state = with_energies(state, along, self.constants)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
@@ -308,7 +269,7 @@ class TrustRegionStep(StepRule):
         return math.sqrt(sum([rate**2 * energy for rate, energy in zip(rates, energies, strict=True) if energy]) * gain)
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
-        found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
+        found = {name: state.get("displacement") for name, state in states.items()} if self.state else {}
         return {name: d for name, d in found.items() if d is not None}
 
     # -- checkpoints
@@ -317,35 +278,35 @@ class TrustRegionStep(StepRule):
         return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        own = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
-        return own | {"energies": {name: asdict(layer) for name, layer in self.energies.items()}}
+        return dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        own = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
-        self.state = TrustState(**own) if own else None
-        self.energies = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
+        numbers = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
+        self.state = TrustState(**numbers) if numbers else None
         self.last = None
 
 
 # -- one read
 
 
-def _read(context: StepContext, g: LayerVector, last: LayerVector, found: Direction) -> Facts:
+def _read(context: StepContext, g: LayerVector, last: LayerVector, direction: Direction) -> Facts:
     """Ask for all numbers at once; all processes go by those of the first."""
     layout, trained, home = g.layout, context.trained, g.layout.home
     parameters, is_spread = [trained[name] for name in layout.names], any_sharded(trained.values())
     runs, layers = len(layout.runs), len(layout.layers)
-    products = found.u.layer_dots(found.right)
-    slopes = [] if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
+    u, right, slope_of = direction.u, direction.right, direction.slope_of
+    products = u.layer_dots(right)
+    slopes = [] if slope_of is right else u.layer_dots(slope_of)
     local = list(map(to_local, parameters)) if is_spread else parameters
     # g·last by run; u·right, and u·slope_of if it is another, by layer; |g| by run; |u| by layer; |p|
-    numbers = joined([*g.dot(last), *products, *slopes, *norms([*g.vectors, *found.u.layers, *local])], home)
+    lengths = norms([*g.vectors, *u.layers, *local])
+    numbers = joined([*g.dot(last), *products, *slopes, *lengths], home)
     if is_spread:
         of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.names_by_run, layout.layers))
         count, numbers = runs + layers * (2 if slopes else 1), widen(numbers)
         sums = torch.cat([numbers[:count], numbers[count:].square()])  # of norms the squares add up over shards
-        owners = [*of_runs, *of_layers, *(of_layers if slopes else ()), *of_runs, *of_layers, *parameters]
-        numbers = sum_over_shards(sums, owners)
+        of_sums = [*of_runs, *of_layers, *(of_layers if slopes else ())]
+        numbers = sum_over_shards(sums, [*of_sums, *of_runs, *of_layers, *parameters])
         numbers[count:].sqrt_()
     if (found_inf := context.preconditioner.recorder.scaling.found_inf) is not None:
         numbers = torch.cat([numbers, joined([found_inf], home)])
@@ -449,7 +410,7 @@ def clipped(length: float, usual: float, c: TrustRegionConstants) -> float:
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state after the last step was undone: the secant's step size for its ratio of slopes."""
     size = state.size * state.kept / (1 - ratio)
-    return state._replace(size=size, slope=0.0, kept=1.0, floor=c.less * state.floor)
+    return state._replace(size=size, slope=0.0, kept=1.0, energy=0.0, floor=c.less * state.floor)
 
 
 def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
@@ -474,40 +435,36 @@ def bounded(
     return state, state.size * (counted / change if change else 1.0)
 
 
-def with_slopes(
+def with_step(
     state: TrustState,
     rates: Sequence[float],
     uncut: Sequence[float],
     slopes: Sequence[float],
+    energies: Sequence[float],
     before: TrustState | None,
 ) -> TrustState:
-    """With the slope along a step at these rates of layers, before rows are cut, in the units of the next gradient."""
+    """With slope, in the units of the next gradient, and energy of a step at these rates, before rows are cut."""
     made, whole = (-sum([rate * slope for rate, slope in zip(some, slopes, strict=True)]) for some in (rates, uncut))
     unit = before.norm / state.norm if before else 1.0
-    return state._replace(slope=made * unit, kept=made / whole if whole else 1.0)
+    energy = sum([rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
+    return state._replace(slope=made * unit, kept=made / whole if whole else 1.0, energy=energy)
 
 
-def relative_lengths(
-    layout: Layout, scales: Sequence[float], lengths: Sequence[float], sizes: Sequence[float]
-) -> list[float]:
+def relative_lengths(layout: Layout, lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
     """The length of each layer's direction as a share of its norm, given the norm of each parameter."""
     # at least 1, so that tensors that start at zero can move
     norms = iter([max(x, 1.0) for x in sizes])
     whole = [math.hypot(*itertools.islice(norms, len(layer))) for layer in layout.layers]
-    moved = [scale * length for scale, length in zip(scales, lengths, strict=True)]
     if layout.owners:  # parts of one block have options of their own, and move together
-        moved, whole = _together(moved, layout.owners), _together(whole, layout.owners)
-    return [length / norm for length, norm in zip(moved, whole, strict=True)]
+        lengths, whole = _together(lengths, layout.owners), _together(whole, layout.owners)
+    return [length / norm for length, norm in zip(lengths, whole, strict=True)]
 
 
-def evened(scales: Sequence[float], moves: Sequence[float], power: float) -> tuple[list[float], list[float]]:
-    """Scales and movements of layers, each nearer to the geometric mean; what is not finite stays."""
-    mean, nearer_scales, nearer_moves = geometric_mean(moves), [], []
-    for scale, move in zip(scales, moves, strict=True):
-        factor = (mean / move) ** power if 0 < move < math.inf else 1.0
-        nearer_scales.append(factor * scale)
-        nearer_moves.append(factor * move)
-    return nearer_scales, nearer_moves
+def evened(moves: Sequence[float], power: float) -> tuple[list[float], list[float]]:
+    """Factors of layers, and their movements then, each nearer to the geometric mean; what is not finite stays."""
+    mean = geometric_mean(moves)
+    scales = [(mean / move) ** power if 0 < move < math.inf else 1.0 for move in moves]
+    return scales, [scale * move for scale, move in zip(scales, moves, strict=True)]
 
 
 def geometric_mean(moves: Sequence[float]) -> float:
@@ -561,10 +518,9 @@ def decay_weights(context: StepContext, layout: Layout, moved: Sequence[float]) 
         torch._foreach_mul_(tensors, [next(factors) for _ in tensors])
 
 
-def _noted(
-    measured: float, predicted: float, new: float, expected: float, c: TrustRegionConstants
-) -> tuple[float, float]:
-    """Decayed sums of energies measured and predicted, with new ones that are finite and not zero."""
-    if not (0 < new < math.inf and 0 < expected < math.inf):
-        return measured, predicted
-    return c.energy_decay * measured + new, c.energy_decay * predicted + expected
+def with_energies(state: TrustState, measured: float, c: TrustRegionConstants) -> TrustState:
+    """With what a renewal has measured along the last step beside what was predicted, if both are finite."""
+    if not (0 < measured < math.inf and 0 < state.energy < math.inf):
+        return state
+    sums = c.energy_decay * state.measured + measured, c.energy_decay * state.predicted + state.energy
+    return state._replace(measured=sums[0], predicted=sums[1])

@@ -160,8 +160,8 @@ def test_the_largest_change_is_in_the_units_of_the_outputs(scale: float) -> None
 
 def test_shares_of_norms_come_nearer_to_their_geometric_mean() -> None:
     """Four and a quarter become two and a half; what does not move says nothing."""
-    scales, moves = evened([1.0, 2.0, 3.0, 3.0, 3.0], [4.0, 0.25, 0.0, math.inf, math.nan], 0.5)
-    assert scales == pytest.approx([0.5, 4.0, 3.0, 3.0, 3.0])
+    scales, moves = evened([4.0, 0.25, 0.0, math.inf, math.nan], 0.5)
+    assert scales == pytest.approx([0.5, 2.0, 1.0, 1.0, 1.0])
     assert moves == pytest.approx([2.0, 0.5, 0.0, math.inf, math.nan], nan_ok=True)
     assert geometric_mean(moves) == pytest.approx(1) and geometric_mean([0.0, math.inf]) == 0
 
