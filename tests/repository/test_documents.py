@@ -130,7 +130,6 @@ def test_the_page_about_the_step_has_its_constants() -> None:
         rf"is at least {100 * c.least:g} % over $\sqrt{{(1 + t / {c.early:g})(1 + t' / {c.early:g})}}$",
         f"at most {100 * c.top:g} % of the reach, and at most twice its running mean",
         rf"$\tau$ is {c.trust:g} over the root of the number of layers",
-        f"between 1/{c.largest_scale:g} and {c.largest_scale:g}",
         rf"$h_t = {HORIZON:g} + t / {1 / GROWTH:g}$, at most {LONGEST_HORIZON:g}",
         rf"${DAMPING_SHARE:g} + {SHRINKAGE:g}\, d / n$",
     ]
