@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import TypeVar
 
 __all__ = ["attempt"]
@@ -23,6 +23,6 @@ def attempt(call: Callable[[], Result], otherwise: str, passing: tuple[type[Exce
         return None
 
 
-@cache
+@lru_cache(maxsize=1024)  # messages may have numbers that differ at every call
 def log_once(message: str) -> None:
     logging.getLogger("curvature").info("%s", message)
