@@ -93,7 +93,6 @@ class TrustState(NamedTuple):
     kept: float = 1.0  # share of it that the bounds on the layers have left
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
-    energy: float = 0.0  # predicted of the last step, ``d^T M d``
     measured: float = 0.0  # decayed sums of the energies of steps, measured at renewals as ``(v^T J d)^2`` ...
     predicted: float = 0.0  # ... and what was predicted of these
 
@@ -127,6 +126,7 @@ class TrustRegionStep(StepRule):
         self.direction, self.constants = direction, constants
         self.first_step = 0  # number of the first step that it makes
         self.state: TrustState | None = None  # None before the first step
+        self.energies: dict[str, float] = {}  # predicted of the last step, ``d^T M d``, by a layer's first parameter
         self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
@@ -186,8 +186,8 @@ class TrustRegionStep(StepRule):
         _bound_rows(context, direction.u, trust, facts.sizes)
         moved = [trust * rate / bound if bound else 0.0 for rate, bound in zip(rates, bounds, strict=True)]
         decay_weights(context, layout, moved)  # in place, before the optimizer adds the step
-        self._keep(context, direction.u)
-        self.state = with_step(state, rates, [lr * size for lr in lrs], slopes, energies, self.state)
+        self._keep(context, direction.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
+        self.state = with_slopes(state, rates, [lr * size for lr in lrs], slopes, self.state)
         return Outcome(loss, direction.u.views, self._entry(context, renewal), renewal)
 
     def _entry(self, context: StepContext, renewal: Renewal) -> dict[str, Any]:
@@ -240,8 +240,9 @@ class TrustRegionStep(StepRule):
             context.states[name].pop("displacement", None)
         return of_states(layout, "displacement", context.states, context.trained, self.last)
 
-    def _keep(self, context: StepContext, d: LayerVector) -> None:
-        self.last = d
+    def _keep(self, context: StepContext, d: LayerVector, energies: Sequence[float]) -> None:
+        """Keep the step, and what was predicted of it for each layer."""
+        self.last, self.energies = d, {first: x for (first, *_), x in zip(d.layout.layers, energies, strict=True)}
         to_states(d, "displacement", context.states, context.trained)
 
     def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
@@ -250,18 +251,21 @@ class TrustRegionStep(StepRule):
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
-        self._keep(context, last)  # it may be a copy of what the states have
+        self._keep(context, last, [0.0] * len(last.layout.layers))  # it may be a copy of what the states have
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
         """Note what a renewal has measured along the last step beside what was predicted."""
         # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of the
         # squared change that u causes, where the positions of a sample, or several layers, pull in one direction.
-        state, along = self.state, context.outputs.along.get("", 0.0)
-        if state is None or not (state.energy and along):
+        # What is measured is of the blocks that this batch has reached: so is what was predicted.
+        state, along = self.state, context.outputs.along
+        reached = [name for block in context.preconditioner.blocks if block.names[0] in along for name in block.names]
+        predicted = sum([self.energies.get(name, 0.0) for name in reached])
+        if state is None or not (predicted and along[""]):
             return
-        context.preconditioner.schedule.note_energies(along, state.energy * state.underestimate)
-        self.state = with_energies(state, along, self.constants)
+        context.preconditioner.schedule.note_energies(along[""], predicted * state.underestimate)
+        self.state = with_energies(state, along[""], predicted, self.constants)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
@@ -278,12 +282,13 @@ class TrustRegionStep(StepRule):
         return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
+        numbers = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
+        return numbers | {"energies": self.energies}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         numbers = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
         self.state = TrustState(**numbers) if numbers else None
-        self.last = None
+        self.energies, self.last = dict(state["energies"]), None
 
 
 # -- one read
@@ -410,7 +415,7 @@ def clipped(length: float, usual: float, c: TrustRegionConstants) -> float:
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state after the last step was undone: the secant's step size for its ratio of slopes."""
     size = state.size * state.kept / (1 - ratio)
-    return state._replace(size=size, slope=0.0, kept=1.0, energy=0.0, floor=c.less * state.floor)
+    return state._replace(size=size, slope=0.0, kept=1.0, floor=c.less * state.floor)
 
 
 def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
@@ -435,19 +440,17 @@ def bounded(
     return state, state.size * (counted / change if change else 1.0)
 
 
-def with_step(
+def with_slopes(
     state: TrustState,
     rates: Sequence[float],
     uncut: Sequence[float],
     slopes: Sequence[float],
-    energies: Sequence[float],
     before: TrustState | None,
 ) -> TrustState:
-    """With slope, in the units of the next gradient, and energy of a step at these rates, before rows are cut."""
+    """With the slope along a step at these rates of layers, before rows are cut, in the units of the next gradient."""
     made, whole = (-sum([rate * slope for rate, slope in zip(some, slopes, strict=True)]) for some in (rates, uncut))
     unit = before.norm / state.norm if before else 1.0
-    energy = sum([rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
-    return state._replace(slope=made * unit, kept=made / whole if whole else 1.0, energy=energy)
+    return state._replace(slope=made * unit, kept=made / whole if whole else 1.0)
 
 
 def relative_lengths(layout: Layout, lengths: Sequence[float], sizes: Sequence[float]) -> list[float]:
@@ -518,9 +521,9 @@ def decay_weights(context: StepContext, layout: Layout, moved: Sequence[float]) 
         torch._foreach_mul_(tensors, [next(factors) for _ in tensors])
 
 
-def with_energies(state: TrustState, measured: float, c: TrustRegionConstants) -> TrustState:
+def with_energies(state: TrustState, measured: float, predicted: float, c: TrustRegionConstants) -> TrustState:
     """With what a renewal has measured along the last step beside what was predicted, if both are finite."""
-    if not (0 < measured < math.inf and 0 < state.energy < math.inf):
+    if not (0 < measured < math.inf and 0 < predicted < math.inf):
         return state
-    sums = c.energy_decay * state.measured + measured, c.energy_decay * state.predicted + state.energy
+    sums = c.energy_decay * state.measured + measured, c.energy_decay * state.predicted + predicted
     return state._replace(measured=sums[0], predicted=sums[1])

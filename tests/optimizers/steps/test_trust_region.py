@@ -199,7 +199,7 @@ def test_a_step_of_two_layers() -> None:
     assert run.known.change == pytest.approx(1.5)
     assert run.known.slope == pytest.approx(-(0.075 * 2 + 0.1 * 3))
     assert run.known.kept == pytest.approx(0.45 / 0.7) and run.known.norm == 2
-    assert run.known.energy == pytest.approx(0.075**2 * 2 + 0.1**2 * 3)
+    assert run.rule.energies == pytest.approx({"a": 0.075**2 * 2, "b": 0.1**2 * 3})
     for name, expected in (("a", [0.0, -0.75]), ("b", [-0.02, 0.0])):
         found = run.opt.state[run.model[name]]["displacement"]
         torch.testing.assert_close(found, torch.tensor(expected).double())
@@ -392,8 +392,9 @@ def test_output_change_is_that_of_one_entry() -> None:
 
 
 def compared(rule: TrustRegionStep, along: dict[str, float]) -> tuple[float, float]:
-    """Sums after a renewal that has measured these along the last step."""
-    part = SimpleNamespace(schedule=Schedule(None, None))
+    """Sums after a renewal that has measured these along the last step; one block has two parameters apart."""
+    blocks = [SimpleNamespace(names=names) for names in (("a",), ("b", "c"), ("head",))]
+    part = SimpleNamespace(blocks=blocks, schedule=Schedule(None, None))
     rule._compare_energies(SimpleNamespace(preconditioner=part, outputs=SimpleNamespace(along=along)))  # type: ignore[arg-type]
     assert rule.state is not None
     return rule.state.measured, rule.state.predicted
@@ -401,12 +402,20 @@ def compared(rule: TrustRegionStep, along: dict[str, float]) -> tuple[float, flo
 
 def test_energies_decay_and_bad_ones_do_not_count() -> None:
     rule = TrustRegionStep(Given())
-    rule.state = USUAL._replace(energy=2.0)
-    assert compared(rule, {"": 8.0}) == (8, 2)
-    rule.state = rule.state._replace(energy=1.0)
-    for bad in ({"": math.nan}, {"": 0.0}, {"": math.inf}, {}):
-        assert compared(rule, bad) == (8, 2)
-    assert compared(rule, {"": 1.0}) == pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
+    rule.state, rule.energies = USUAL, {"a": 2.0}
+    assert compared(rule, {"a": 8.0, "": 8.0}) == (8, 2)
+    rule.energies = {"a": 1.0}
+    for bad in (math.nan, 0.0, math.inf):
+        assert compared(rule, {"a": bad, "": bad}) == (8, 2)
+    assert compared(rule, {}) == (8, 2)  # a renewal that has measured nothing
+    assert compared(rule, {"a": 1.0, "": 1.0}) == pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
+
+
+def test_blocks_that_the_batch_has_not_reached_do_not_count() -> None:
+    """As where heads alternate: what the last step did to the other head changes none of these outputs."""
+    rule = TrustRegionStep(Given())
+    rule.state, rule.energies = USUAL, {"a": 2.0, "b": 1.0, "c": 1.0, "head": 100.0}
+    assert compared(rule, {"a": 3.0, "b": 5.0, "": 12.0}) == (12, 4)
 
 
 def underestimate(opt: KFAC) -> float:
