@@ -31,7 +31,7 @@ def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[
     joint = parts | {"version": VERSION, "kind": kind, "shapes": opt.shapes(), "kept": kept}
     state = torch.optim.Optimizer.state_dict(opt)
     # hooks may have put in anything, beside the parameters
-    entries = {key: dict(own) if isinstance(own, Mapping) else own for key, own in state["state"].items()}
+    entries = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in state["state"].items()}
     trained = [(k, p) for k, p in enumerate(parameters) if p.requires_grad]
     for k, p in trained:
         entries[k] = empty_state(p) | entries.get(k, {})
@@ -46,19 +46,19 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     """A state as torch has it, and those of the parts, checked, of tensors of their own; arguments as for `pack`."""
     if not isinstance(given, Mapping):
         raise TypeError(f"state_dict: expected a dict, found {type(given).__name__}")
-    state, joint = _separated(given)
+    state, joint = _separate(given)
     _check_version(joint.get("version"))
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
-    for key, own in kind.items():
-        if (found := joint["kind"].get(key, own)) != own:
-            raise ValueError(f"state_dict: of an optimizer with {key} {found!r}, and this one has {own!r}")
+    for key, value in kind.items():
+        if (other := joint["kind"].get(key, value)) != value:
+            raise ValueError(f"state_dict: of an optimizer with {key} {other!r}, and this one has {value!r}")
     for name in PLAIN_PARTS:
         _check_keys(parts[name].keys(), joint[name])
     here, there = opt.shapes(), joint["shapes"]
     for name in [*here, *there]:
-        own, found = here.get(name, "nowhere"), there.get(name, "nowhere")
-        if own != found:
-            raise ValueError(f"state_dict: of another model; {name} has shape {found} there and {own} here")
+        shape, other = here.get(name, "nowhere"), there.get(name, "nowhere")
+        if shape != other:
+            raise ValueError(f"state_dict: of another model; {name} has shape {other} there and {shape} here")
     named = _by_name(opt, state)
     for name, p in opt.trained().items():
         _check_entry(name, p, named[name], joint["kept"].get(name, []))
@@ -78,13 +78,13 @@ def _check_version(version: Any) -> None:
         raise ValueError(f"state_dict: of version {version}, saved by {code}; this reads version {VERSION}")
 
 
-def _check_keys(expected: Iterable[str], found: Mapping[str, Any]) -> None:
-    missing = sorted(set(expected) - found.keys())
+def _check_keys(expected: Iterable[str], entries: Mapping[str, Any]) -> None:
+    missing = sorted(set(expected) - entries.keys())
     if missing:
-        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(found)}")
+        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(entries)}")
 
 
-def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
+def _separate(given: Mapping[str, Any]) -> tuple[State, State]:
     """A state as torch has it, and what belongs to no parameter alone; of tensors of their own."""
     absent = [key for key in ("state", "param_groups") if key not in given]
     if absent:
@@ -95,13 +95,13 @@ def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
     for key in [key for key in state["state"] if isinstance(key, str) and key.isdigit() and int(key) in state["state"]]:
         state["state"][int(key)] |= state["state"].pop(key)  # where torch.distributed.checkpoint puts what is no tensor
     entries = [entry for entry in state["state"].values() if isinstance(entry, dict)]
-    found = [entry.pop(JOINT) for entry in entries if JOINT in entry]
-    if len(found) != 1 or not isinstance(found[0], tuple | list) or len(found[0]) != 1:
+    joint = [entry.pop(JOINT) for entry in entries if JOINT in entry]
+    if len(joint) != 1 or not isinstance(joint[0], tuple | list) or len(joint[0]) != 1:
         keys = sorted({str(key) for entry in entries for key in entry})
         raise ValueError(
             f"state_dict: not of KFAC, EKFAC or NaturalGradient, or without their curvature; found {keys} by parameter"
         )
-    return state, dict(found[0][0])
+    return state, dict(joint[0][0])
 
 
 def _by_name(opt: ModelOptimizer, state: State) -> dict[str, State]:
@@ -145,7 +145,7 @@ def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
         dtype = dict(opt.model.named_parameters())[name].dtype
         entry = _in_precision(entry, torch.promote_types(dtype, torch.float32))
         block = Block.restore(entry, torch.device("cpu"))
-        size = sum(torch.Size(shapes[own]).numel() for own in block.names)
+        size = sum(torch.Size(shapes[member]).numel() for member in block.names)
         if block.dimension != size:
             problem = f"of {block.dimension} entries, where there are {size}"
         elif not all(bool(x.isfinite().all()) for x in pytree.tree_leaves(block.state()) if isinstance(x, Tensor)):
@@ -159,8 +159,8 @@ def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
 
 def _in_precision(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Mapping):
-        found = {key: _in_precision(x, dtype) for key, x in value.items()}
-        return found | ({"dtype": dtype} if "dtype" in value else {})
+        entries = {key: _in_precision(x, dtype) for key, x in value.items()}
+        return entries | ({"dtype": dtype} if "dtype" in value else {})
     if isinstance(value, tuple | list):
         return type(value)(_in_precision(x, dtype) for x in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -143,11 +143,11 @@ class KFAC(SecondOrderOptimizer):
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
-        own, config = checked_model(model, options | arguments)
-        self.choices = Choices(structure, dict(own.named_parameters()), ("kronecker", "eigen"))
+        model, config = checked_model(model, options | arguments)
+        self.choices = Choices(structure, dict(model.named_parameters()), ("kronecker", "eigen"))
         rule = TrustRegionStep(Momentum())
         super().__init__(
-            own, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
+            model, options, groups, arguments, config=config, schedule=Schedule(intervals[0], intervals[1]),
             store=BlockDiagonalCurvature(sharing, self.structure, block_size, self.choices),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
@@ -169,9 +169,9 @@ class KFAC(SecondOrderOptimizer):
         return SubspaceStep()
 
     def kind(self) -> dict[str, Any]:
-        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
+        options = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
         structure = {"curvature": self.structure, "structure": self.choices.by_name()}
-        return structure | own | {"step_rule": type(self.rule).__name__}
+        return structure | options | {"step_rule": type(self.rule).__name__}
 
 
 class EKFAC(KFAC):

@@ -76,11 +76,11 @@ class ModelOptimizer(torch.optim.Optimizer):
         """Parameters of the groups that require a gradient now, by name."""
         names = self.names()
         every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        found = {names[id(p)]: p for p in every}
-        if len(found) < len(every):  # those that have left the model, and their names to others
-            own = {id(p) for p in every}
-            found |= {name: p for name, p in self.model.named_parameters() if id(p) in own}
-        return found
+        trained = {names[id(p)]: p for p in every}
+        if len(trained) < len(every):  # those that have left the model, and their names to others
+            ids = {id(p) for p in every}
+            trained |= {name: p for name, p in self.model.named_parameters() if id(p) in ids}
+        return trained
 
     def names(self) -> dict[int, str]:
         """Names by id; ValueError where the loop has put a parameter into a group that is none of the model's."""
@@ -102,13 +102,13 @@ class ModelOptimizer(torch.optim.Optimizer):
     def warn_of_unknown_parameters(self) -> None:
         """Log parameters of the model that have a gradient and are in no group, such as those of a replaced head."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        found = {name for name, p in self.model.named_parameters() if p.grad is not None and id(p) not in known}
-        if new := sorted(found - self._unknown):
+        unknown = {name for name, p in self.model.named_parameters() if p.grad is not None and id(p) not in known}
+        if new := sorted(unknown - self._unknown):
             LOG.warning(
                 "%s: not trained, since the optimizer was made before they were in the model: %s; make it after the "
                 "last change of the model, or use add_param_group", type(self).__name__, ", ".join(new),
             )  # fmt: skip
-            self._unknown |= found
+            self._unknown |= unknown
 
     def name_of(self, p: Tensor) -> str:
         return self._names.get(id(p)) or self.names()[id(p)]
@@ -159,10 +159,10 @@ def parameter_group(group: Any) -> dict[str, Any]:
 
 def shared_option(options: Mapping[str, Mapping[str, Any]], name: str, who: str = "all parameters") -> Any:
     """The value of an option that these parameters must share; raises where the parameter groups differ in it."""
-    found = list(dict.fromkeys(group[name] for group in options.values()))
-    if len(found) > 1:
-        raise ValueError(f"{name}: {who} are solved for together, found {found} in the parameter groups")
-    return found[0]
+    values = list(dict.fromkeys(group[name] for group in options.values()))
+    if len(values) > 1:
+        raise ValueError(f"{name}: {who} are solved for together, found {values} in the parameter groups")
+    return values[0]
 
 
 def check_trained(names: Iterable[str], trained: Mapping[str, Tensor]) -> None:

@@ -107,9 +107,9 @@ class Monitor:
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part."""
-        counts = {name: self.counts[name] for name in ("rollbacks", "overshoots", "failures", *EVENTS)}
-        own = {"steps": self.steps, "skipped": self.skipped, **counts}
-        return own | self.last() | {"seconds_in": dict(self.seconds)}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        counts |= {name: self.counts[name] for name in ("rollbacks", "overshoots", "failures", *EVENTS)}
+        return counts | self.last() | {"seconds_in": dict(self.seconds)}
 
     def summary(self) -> str:
         """One line on the last step and the run."""
@@ -117,9 +117,9 @@ class Monitor:
         shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
         counts = {k: last[k] for k in ("overshoots",) if k in last}
         counts |= {"rollbacks": self.counts["rollbacks"], "skipped": self.skipped}
-        own = [f"step {self.steps}", *shown, *(f"{number} {what}" for what, number in counts.items())]
+        items = [f"step {self.steps}", *shown, *(f"{number} {what}" for what, number in counts.items())]
         parts = ", ".join(f"{k} {v:.2g}" for k, v in self.seconds.items())
-        return ", ".join(own) + (f"; seconds so far: {parts}" if parts else "")
+        return ", ".join(items) + (f"; seconds so far: {parts}" if parts else "")
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and seconds of a run, without the history."""

@@ -117,13 +117,13 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        own, config = checked_model(model, options | arguments)
+        model, config = checked_model(model, options | arguments)
         trust = TrustRegionStep(Spring(), TrustRegionConstants(even=0.0))  # exact directions stay as they are
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
-            own, options, groups, arguments, config=config, schedule=Schedule(1, 1),
-            store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or rule, backprops=LossRows,
+            model, options, groups, arguments, config=config, schedule=Schedule(1, 1),
+            store=FullCurvature(model, solver, is_sum, layerwise), rule=step_rule or rule, backprops=LossRows,
         )  # fmt: skip
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
@@ -154,5 +154,5 @@ class NaturalGradient(SecondOrderOptimizer):
         return GaussNewtonStep(by_damping=self.arguments["adaptive"])
 
     def kind(self) -> dict[str, Any]:
-        own = {name: self.arguments[name] for name in ("layerwise", "adaptive")}
-        return {"curvature": self.arguments["solver"], **own, "step_rule": type(self.rule).__name__}
+        options = {name: self.arguments[name] for name in ("layerwise", "adaptive")}
+        return {"curvature": self.arguments["solver"], **options, "step_rule": type(self.rule).__name__}

@@ -74,19 +74,19 @@ class Preconditioner:
         """
         is_renewal, processes = self.schedule.renews(self.monitor.steps), self.team.processes
         with self.monitor.timed("factors"):
-            found = self.recorder.take()
+            measured = self.recorder.take()
             if is_renewal and processes.size > 1:
                 if not any_sharded(trained.values()):
                     processes.check_same_gradients(gradients)
-                found.add_up(self.team)
+                measured.add_up(self.team)
             if not self.blocks:
                 warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
-            self.store.update_average(found.curvature, self.decay)
-            if is_renewal or found.curvature.blocks:  # rules may call this at every step
-                self._note_renewal(found.curvature.blocks, trained)
+            self.store.update_average(measured.curvature, self.decay)
+            if is_renewal or measured.curvature.blocks:  # rules may call this at every step
+                self._note_renewal(measured.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
-        self.recorder.outputs.update(found.outputs, found.curvature.along)
+        self.recorder.outputs.update(measured.outputs, measured.curvature.along)
         return Renewal(is_renewal, inverted)
 
     def _note_renewal(self, seen: Mapping[str, Any], trained: Named) -> None:
@@ -101,7 +101,7 @@ class Preconditioner:
             moved = itertools.compress(self.blocks, is_seen)
             drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
         agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist() if drifts else ())
-        schedule.note_renewal(step, {k: [next(agreed) for _ in range(own.numel())] for k, own in drifts.items()})
+        schedule.note_renewal(step, {k: [next(agreed) for _ in range(drift.numel())] for k, drift in drifts.items()})
         left = [b for b, known in zip(self.blocks, is_seen, strict=True) if seen and not known]
         known = {name for block in self.blocks for name in block.names}
         schedule.note_seen(step, known, not any(trained.keys() >= set(block.names) for block in left))
@@ -122,10 +122,10 @@ class Preconditioner:
         due = [b for b in blocks if any(sides[b.names[0]])]
         if due or (self.solver is not None and self.solver.left):
             self.solver = None
-        own = [b for b in due if workers.makes(b)]
-        dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
+        ours = [b for b in due if workers.makes(b)]
+        dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in ours]
         for damping in dict.fromkeys(dampings):
-            alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
+            alike = [b for b, other in zip(ours, dampings, strict=True) if other == damping]
             for some in _in_parts(alike, costs, MOST_WORK.at(device)):
                 invert(some, DAMPING_SHARE, damping, sides)
         workers.exchange(due)
@@ -142,11 +142,11 @@ class Preconditioner:
 
     def has_seen_empty_batches_only(self) -> bool:
         """Whether all batches so far were empty on all processes."""
-        team, found = self.team, self.recorder.was_empty and not self.blocks
+        team, is_empty = self.team, self.recorder.was_empty and not self.blocks
         if team.processes.size > 1:
             is_new = not team.layout  # the same on all processes
-            found = is_new and team.processes.all_reduce_max([float(not found)]) == [0.0]
-        return found
+            is_empty = is_new and team.processes.all_reduce_max([float(not is_empty)]) == [0.0]
+        return is_empty
 
     @full_precision()
     def solve(self, gradients: Named, trained: Named) -> dict[str, Tensor]:
@@ -155,12 +155,12 @@ class Preconditioner:
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
         right = self.store.right_hand_sides(whole, trained)
         ready = [b for b in self.blocks if b.is_ready and all(name in right for name in b.names)]
-        found = solved_by_name(ready, right)
-        left = [name for name in gradients if name not in found]
+        solved = solved_by_name(ready, right)
+        left = [name for name in gradients if name not in solved]
         if left:
             mean = mean_eigenvalue(ready)
-            found |= {name: right[name] / mean.to(right[name]) for name in left}
-        return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
+            solved |= {name: right[name] / mean.to(right[name]) for name in left}
+        return {k: to_shard(u, trained[k]) if is_spread else u for k, u in solved.items() if k in gradients}
 
     def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
         """`solve` for all layers of a vector at once, where processes have whole tensors."""
@@ -212,8 +212,8 @@ class VectorSolver:
 
     def __call__(self, vector: LayerVector) -> LayerVector:
         known = solved_by_name(self.others, vector) if self.others else {}
-        each = [[piece(vector, known) for piece in own] for own in self.pieces]
-        return LayerVector(self.layout, [own[0] if len(own) == 1 else torch.cat(own) for own in each])
+        each = [[piece(vector, known) for piece in part] for part in self.pieces]
+        return LayerVector(self.layout, [part[0] if len(part) == 1 else torch.cat(part) for part in each])
 
 
 def _pieces(number: int, family: Family, whole: Mapping[Layer, Any], known: set[str], mean: Tensor) -> Iterator[Piece]:
@@ -274,12 +274,13 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
 
 
 def solved_by_name(blocks: Sequence[Block], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    solved: dict[str, Tensor] = {}
     for kind in dict.fromkeys(type(b) for b in blocks):
         alike = [b for b in blocks if type(b) is kind]
         solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
-        found |= {k: u for b, own in zip(alike, solutions, strict=True) for k, u in zip(b.names, own, strict=True)}
-    return found
+        for block, of_block in zip(alike, solutions, strict=True):
+            solved |= zip(block.names, of_block, strict=True)
+    return solved
 
 
 def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:

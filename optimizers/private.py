@@ -83,12 +83,12 @@ class Private:
             ValueError: as for `curvature.clipped_gradient`; nothing is changed then.
         """
         loss, terms = self._own_loss(x, y)
-        found = clipped_gradient(
+        sums = clipped_gradient(
             self.model, loss, x, y, self.max_norm * terms, noise=self.noise, mask=mask, microbatch=self.microbatch,
             generator=self.generator, sample_dim=self.sample_dim,
         )  # fmt: skip
         named = dict(self.model.named_parameters())
-        for name, total in found.items():
+        for name, total in sums.items():
             named[name].grad = total / (self.expected_batch_size * terms)
         self.optimizer.step()
         self.steps += 1
@@ -153,14 +153,14 @@ def _require_same_parameters(optimizer: torch.optim.Optimizer, model: nn.Module)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found a {type(model).__name__}")
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    missing = [name for p, name in trained.items() if all(p is not other for other in own)]
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = [name for p, name in trained.items() if all(p is not other for other in given)]
     if missing:
         raise ValueError(
             f"optimizer: it lacks {missing[0]}, which requires a gradient and would count in the norms; give it to the "
             f"optimizer, or freeze it (requires_grad_(False))"
         )
-    foreign = [p for p in own if p not in trained]
+    foreign = [p for p in given if p not in trained]
     if foreign:
         raise ValueError(
             f"optimizer: it has a parameter of shape {tuple(foreign[0].shape)} that is not the model's: its gradient "

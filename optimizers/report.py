@@ -59,8 +59,8 @@ def rows_of(
 
 def curvature_stats(blocks: Sequence[Block], schedule: Schedule) -> dict[str, Any]:
     """Intervals, samples left out of the averages, and condition numbers of blocks, by their first parameters."""
-    found = ((block.names[0], block.condition()) for block in blocks if block.is_ready)
-    conditions = {name: condition for name, condition in found if not math.isnan(condition)}
+    pairs = ((block.names[0], block.condition()) for block in blocks if block.is_ready)
+    conditions = {name: condition for name, condition in pairs if not math.isnan(condition)}
     every = schedule.factor_every or round(schedule.interval)
     intervals = {"factor_every": every, "decompose_every": schedule.decompose_every or every}
     return intervals | {"outliers": sum(block.outliers for block in blocks), "conditions": conditions}
@@ -92,17 +92,17 @@ def table(rows: Sequence[Row]) -> list[str]:
     cells[0] = (*cells[0][:3], "MB")
     structure, megabytes = (max(len(cell[k]) for cell in cells) for k in (1, 3))
     most = WIDTH - structure - MOST_KEPT - megabytes - 6
-    columns = [[_packed(cell[k], width) for cell in cells] for k, width in ((0, most), (2, MOST_KEPT))]
+    columns = [[_wrap(cell[k], width) for cell in cells] for k, width in ((0, most), (2, MOST_KEPT))]
     name, kept = (
         max((len(line) for lines in column for line in lines if len(line) <= width), default=0)
         for column, width in zip(columns, (most, MOST_KEPT), strict=True)
     )
-    found: list[str] = []
+    lines: list[str] = []
     for (_, what, _, size), names, shapes in zip(cells, *columns, strict=True):
         ahead = names if names and len(names[0]) > name else []  # too long to share its line
         rest = zip_longest([] if ahead else names, [what], shapes, [size], fillvalue="")
-        found += ahead + [f"{a:{name}}  {b:{structure}}  {c:{kept}}  {d:>{megabytes}}".rstrip() for a, b, c, d in rest]
-    return found + [line for reason, k in notes.items() for line in noted(f"[{k}] {reason}")]
+        lines += ahead + [f"{a:{name}}  {b:{structure}}  {c:{kept}}  {d:>{megabytes}}".rstrip() for a, b, c, d in rest]
+    return lines + [line for reason, k in notes.items() for line in noted(f"[{k}] {reason}")]
 
 
 def noted(text: str) -> list[str]:
@@ -110,7 +110,7 @@ def noted(text: str) -> list[str]:
     return wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
-def _packed(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns, broken after commas and semicolons only."""
     lines: list[str] = []
     for piece in filter(None, re.split(r"(?<=[,;]) ", text)):

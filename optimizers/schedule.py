@@ -61,9 +61,9 @@ class Schedule:
         """Note a renewal, and how far the sides of each block have moved by it."""
         used = self._every(step, self.factor_every)
         last, self.renewed = self.renewed, step
-        for name, own in drifts.items():
-            before = self._drifts_of(name, len(own))
-            self.drifts[name] = [x + drift for x, drift in zip(before, own, strict=True)]
+        for name, moves in drifts.items():
+            before = self._drifts_of(name, len(moves))
+            self.drifts[name] = [x + drift for x, drift in zip(before, moves, strict=True)]
         if drifts:
             drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
@@ -109,8 +109,8 @@ class Schedule:
         self.drifts[name] = [0.0 if is_new else x for is_new, x in zip(sides, before, strict=True)]
 
     def _drifts_of(self, name: str, sides: int) -> list[float]:
-        own = self.drifts.get(name, [0.0])
-        return own if len(own) == sides else [max(own)] * sides
+        drifts = self.drifts.get(name, [0.0])
+        return drifts if len(drifts) == sides else [max(drifts)] * sides
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

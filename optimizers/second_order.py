@@ -173,8 +173,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         if outcome.displacement:
             trained = context.trained if closure is None else self.trained()  # the closure may have renamed them
             moved, steps = [trained[name] for name in outcome.displacement], iter(outcome.displacement.values())
-            for own in by_device(list(map(to_local, moved)) if any_sharded(moved) else moved):
-                torch._foreach_add_(own, [next(steps) for _ in own])
+            for alike in by_device(list(map(to_local, moved)) if any_sharded(moved) else moved):
+                torch._foreach_add_(alike, [next(steps) for _ in alike])
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.renewal.renewed:
             self.warn_of_unknown_parameters()
@@ -370,9 +370,9 @@ class SecondOrderOptimizer(ModelOptimizer):
         names |= {id(p): name for name, p in now.items() if id(p) in names}
         given = {names[id(p)] for group in self.param_groups for p in group["params"]}
         trained = {name: p for name, p in now.items() if name in given and p.requires_grad}
-        found = {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
-        self.store.drop_replaced(found)
-        return found
+        nonempty = {name: p for name, p in trained.items() if nn.parameter.is_lazy(p) or p.numel()}
+        self.store.drop_replaced(nonempty)
+        return nonempty
 
     def _has_gradients(self) -> bool:
         """Whether a gradient is not zero now, or may be: those of sharded parameters may be elsewhere."""
@@ -383,8 +383,8 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _last_displacement(self) -> Mapping[str, Tensor]:
         """For the recorder, which is no place for processes to wait for each other."""
         shapes = {name: p.shape for name, p in self.trained().items()}  # one that has grown has none
-        found = {name: d for name, d in self._displacement().items() if d.shape == shapes[name]}
-        return {name: d for name, d in found.items() if not is_sharded(d)} | self.gathered
+        moved = {name: d for name, d in self._displacement().items() if d.shape == shapes[name]}
+        return {name: d for name, d in moved.items() if not is_sharded(d)} | self.gathered
 
     def _displacement(self) -> dict[str, Tensor]:
         states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}
@@ -394,8 +394,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         """Prepare for the next forward pass; have the whole of displacements that are sharded at hand, if it asks."""
         is_due = self.recorder.may_be_due()
         self.recorder.listener.expect(is_due)
-        found = self._displacement() if is_due else {}
-        self.gathered = {name: to_full(to_local(d), d) for name, d in found.items() if is_sharded(d)}
+        moved = self._displacement() if is_due else {}
+        self.gathered = {name: to_full(to_local(d), d) for name, d in moved.items() if is_sharded(d)}
 
     def _follow_parameters(self) -> None:
         """Bring all state to the precision and device that the parameters have now."""

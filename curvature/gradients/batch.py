@@ -269,8 +269,8 @@ class Batch:
     def gradients(self, output: Any = None) -> dict[str, Tensor]:
         """Gradient of the loss as the user would call it, by one plain backward pass."""
         value = self.loss(self.output() if output is None else output, self.y)
-        found = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
-        return {name: g.to_dense() for name, g in zip(self.parameters, found, strict=True)}
+        gradients = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
+        return {name: g.to_dense() for name, g in zip(self.parameters, gradients, strict=True)}
 
 
 class OtherShapeAlone(ValueError):
@@ -360,8 +360,8 @@ class _BagsSought(TorchFunctionMode):
         if offsets is None:
             return
         for k in self.likely:
-            own = self.leaves[k]
-            if self._is_of(k, offsets) and torch.equal(offsets[: len(own)], own.to(offsets)):
+            leaf = self.leaves[k]
+            if self._is_of(k, offsets) and torch.equal(offsets[: len(leaf)], leaf.to(offsets)):
                 read = [j for j in self.derived if j != k and len(self.leaves[j]) == len(values)]
                 read.sort(key=lambda j: not self._is_of(j, values))
                 self.found += [(j, k) for j in read[:1] if (j, k) not in self.found]

@@ -59,20 +59,20 @@ def _target_of(batch: Mapping[Any, Any]) -> str | None:
     return next((key for key in ("labels", "label", "targets", "target", "y") if key in batch), None)
 
 
-def recipe(found: Any) -> str:
+def recipe(batch: Any) -> str:
     """How to make pairs of what a data set of dicts gives."""
-    if not isinstance(found, Mapping):
+    if not isinstance(batch, Mapping):
         return ""
-    key = _target_of(found) or "labels"
+    key = _target_of(batch) or "labels"
     return f"; of batches that are dicts: [(batch, batch.pop({key!r})) for batch in loader]"
 
 
-def kind_of(found: Any) -> str:
+def kind_of(value: Any) -> str:
     """Its type, and of a container its size, for messages."""
-    size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
-    if isinstance(found, np.ndarray):
+    size = f" of {len(value)}" if isinstance(value, tuple | list | dict) else ""
+    if isinstance(value, np.ndarray):
         return "a numpy.ndarray: pass torch.as_tensor(...) of it"
-    return f"a {type(found).__name__}{size}"
+    return f"a {type(value).__name__}{size}"
 
 
 def number_of_batches(data: Any) -> int | None:

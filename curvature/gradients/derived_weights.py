@@ -40,8 +40,8 @@ def pulled_back(node: ParameterNode, terms: list[Term], tape: Tape, skip: set[st
         raise Unsupported("some reads tell the samples apart, others know only their sum")
     names = sorted(node.names - skip)
     roots = [tape.parameters[name].tensor for name in names]
-    found = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
-    return {name: [DenseGradients(g)] for name, g in zip(names, found, strict=True)}
+    rows_of_roots = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
+    return {name: [DenseGradients(g)] for name, g in zip(names, rows_of_roots, strict=True)}
 
 
 def _first_row(node: ParameterNode) -> int | None:
@@ -97,30 +97,30 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
 
 def bias_by_name(weight: str) -> str | None:
     """The bias of a weight that no data have met, as the modules of torch name the two; None without one."""
-    path, dot, own = weight.rpartition(".")
-    return f"{path}{dot}{own.replace('weight', 'bias')}" if "weight" in own else None
+    path, dot, attribute = weight.rpartition(".")
+    return f"{path}{dot}{attribute.replace('weight', 'bias')}" if "weight" in attribute else None
 
 
 def layers_of(tape: Tape | None, names: Iterable[str]) -> list[tuple[str, ...]]:
     """The parameters of these names by layer: a weight with its `joint_bias`, or `bias_by_name`; all others alone."""
-    found: dict[str, tuple[str, ...]] = {}
+    layer_of: dict[str, tuple[str, ...]] = {}
     names = list(names)
     for name in names:
-        if name in found:
+        if name in layer_of:
             continue
         bias = bias_by_name(name) if tape is None else joint_bias(tape, name)
-        if bias in names and bias not in found:
-            found |= dict.fromkeys([name, bias], (name, bias))
-    return list(dict.fromkeys(found.get(name, (name,)) for name in names))
+        if bias in names and bias not in layer_of:
+            layer_of |= dict.fromkeys([name, bias], (name, bias))
+    return list(dict.fromkeys(layer_of.get(name, (name,)) for name in names))
 
 
 def _reads(node: ParameterNode) -> list[tuple[Use, ParameterNode, int]]:
     """Where a parameter is read: the use, the parameter or the rows of it that are read, and the first of these."""
-    found: list[tuple[Use, ParameterNode, int]] = []
+    reads: list[tuple[Use, ParameterNode, int]] = []
     for use in node.uses:
         rows = [(x, _first_row(x)) for x in use.results]
         if rows and all(start is not None for _, start in rows):
-            found += [(reader, x, start) for x, start in rows if start is not None for reader in x.uses]
+            reads += [(reader, x, start) for x, start in rows if start is not None for reader in x.uses]
         else:
-            found.append((use, node, 0))
-    return found
+            reads.append((use, node, 0))
+    return reads

@@ -53,13 +53,13 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
         rows = by_recorded_pass(batch, recorded)
     else:
-        found = None if plan.loop or batch.is_uneven else tried_by_vmap(lambda: by_vmap(batch))
-        if found is not None:
+        batched = None if plan.loop or batch.is_uneven else tried_by_vmap(lambda: by_vmap(batch))
+        if batched is not None:
             with ModelState(batch.model).again():
                 alone = batch.sample(batch.count - 1).gradients()
-            found = None if differences({k: g[-1] for k, g in found.items()}, alone) else found
-        plan.loop = found is None
-        rows = by_loop(batch) if found is None else found
+            batched = None if differences({k: g[-1] for k, g in batched.items()}, alone) else batched
+        plan.loop = batched is None
+        rows = by_loop(batch) if batched is None else batched
     flat = (g.reshape(batch.count, math.prod(g.shape[1:])) for g in rows.values())
     finite = torch.stack(to_host([g.sum(1).isfinite() for g in flat])).all(0)
     empty = batch.without_terms(finite.logical_not().nonzero().flatten().tolist())
@@ -160,23 +160,23 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
 
 def _with_gradient(output: Any) -> list[Tensor]:
     """The tensors of an output that require a gradient, in the order of `map_tensors`."""
-    found: list[Tensor] = []
-    map_tensors(lambda t: found.append(t) if t.requires_grad else None, output)
-    return found
+    leaves: list[Tensor] = []
+    map_tensors(lambda t: leaves.append(t) if t.requires_grad else None, output)
+    return leaves
 
 
 def _rows_of_entries(leaves: Sequence[Tensor], numbers: Sequence[int]) -> tuple[list[Tensor], Back]:
     """The leaves of entries, which have so many each, as rows of a tensor, zeros at the end; and the way back."""
     each = iter(leaves)
-    own = [[next(each) for _ in range(number)] for number in numbers]
-    table = pad_sequence([torch.cat([t.flatten() for t in entry]) for entry in own], batch_first=True)
+    entries = [[next(each) for _ in range(number)] for number in numbers]
+    table = pad_sequence([torch.cat([t.flatten() for t in entry]) for entry in entries], batch_first=True)
 
     def back(point: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = []
-        for row, entry in zip(point[0], own, strict=True):
+        tensors: list[Tensor] = []
+        for row, entry in zip(point[0], entries, strict=True):
             pieces = row.split([*(sizes := [t.numel() for t in entry]), len(row) - sum(sizes)])
-            found += [piece.reshape(t.shape) for piece, t in zip(pieces, entry, strict=False)]
-        return found
+            tensors += [piece.reshape(t.shape) for piece, t in zip(pieces, entry, strict=False)]
+        return tensors
 
     return [table], back
 
@@ -187,7 +187,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
         if isinstance(leaf, Mapping):
             inner = list(leaf.values())
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            inner = [getattr(leaf, own.name) for own in fields(leaf)]
+            inner = [getattr(leaf, member.name) for member in fields(leaf)]
         elif hasattr(leaf, "logits") and not isinstance(leaf, Distribution):
             inner = list(vars(leaf).values())
         else:
@@ -209,7 +209,7 @@ def by_recorded_pass(batch: Batch, losses: Tensor) -> dict[str, Tensor]:
     if at_once > 1:  # of a small graph, if the rows add up to what one more pass gives for all
         rows = rows_of_each(losses, leaves, losses, at_once)
         total = gradient_rows(losses, leaves, torch.ones_like(losses)[None])
-        if not differences(named(own.sum(0) for own in rows), named(own[0] for own in total)):
+        if not differences(named(g.sum(0) for g in rows), named(g[0] for g in total)):
             return named(rows)
     return named(rows_of_each(losses, leaves, losses, 1))
 

@@ -110,7 +110,7 @@ class Jacobian:
     @property
     def bytes(self) -> int:
         """Memory of the terms."""
-        terms = [term for _, part in self.parts for own in part.values() for term in own]
+        terms = [term for _, part in self.parts for of_parameter in part.values() for term in of_parameter]
         held = [x for term in terms for x in vars(getattr(term, "term", term)).values() if isinstance(x, Tensor)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
 
@@ -174,7 +174,7 @@ class Jacobian:
         """``J J^T`` (M, M)."""
         blocks = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
-            diagonal = contractions.settled(contractions.tentative_gram(left[name]) for name in self.shapes)
+            diagonal = contractions.settle(contractions.tentative_gram(left[name]) for name in self.shapes)
             blocks[k][k] = contractions.sum_in_place(map(self._here, diagonal))
             for j, (_, right) in enumerate(self.parts[:k]):
                 of_parameters = (self._here(contractions.cross_gram(left[name], right[name])) for name in self.shapes)
@@ -240,7 +240,7 @@ class Jacobian:
 
     def promoted(self, dtype: torch.dtype) -> Jacobian:
         """The same Jacobian with products in at least this precision."""
-        parts = _each(self.parts, lambda own: [promote(t, dtype) for t in own])
+        parts = _each(self.parts, lambda terms: [promote(t, dtype) for t in terms])
         return replace(self, parts=parts, zero=self.zero.to(torch.promote_types(self.zero.dtype, dtype)))
 
     def merged(self) -> Jacobian:
@@ -249,7 +249,7 @@ class Jacobian:
 
     def scaled(self, factor: float) -> Jacobian:
         """``factor J``; its rows are built, unless the factor is one."""
-        dense: Callable[[list[Term]], list[Term]] = lambda own: [DenseGradients(factor * contractions.gradients(own))]
+        dense: Callable[[list[Term]], list[Term]] = lambda some: [DenseGradients(factor * contractions.gradients(some))]
         return self if factor == 1 else replace(self, parts=_each(self.parts, dense))
 
     def plus(self, other: Jacobian) -> Jacobian:
@@ -257,7 +257,7 @@ class Jacobian:
         both = list(zip(self.parts, other.parts, strict=False))
         if [size for size, _ in self.parts] != [size for size, _ in other.parts]:
             return replace(self, parts=[*self.parts, *other.parts])
-        return replace(self, parts=[(n, {k: [*own[k], *more[k]] for k in own}) for (n, own), (_, more) in both])
+        return replace(self, parts=[(n, {k: [*terms[k], *more[k]] for k in terms}) for (n, terms), (_, more) in both])
 
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
         """The rows of all processes; `objects` is an all-gather of Python objects.
@@ -267,17 +267,17 @@ class Jacobian:
             all processes in order.
         """
         # the inputs of norms are recomputed by functions, which cannot be sent, and rows do without
-        plain = _each(self.parts, lambda own: [t.direct if isinstance(t, ElementwiseProduct) else t for t in own])
-        found = objects(_moved(plain, "cpu"))
-        numbers = iter(range(sum(size for theirs in found for size, _ in theirs)))
-        rows = [[list(itertools.islice(numbers, size)) for size, _ in theirs] for theirs in found]
-        here = [_moved(theirs, self.zero.device) for theirs in found]
+        plain = _each(self.parts, lambda terms: [t.direct if isinstance(t, ElementwiseProduct) else t for t in terms])
+        of_processes = objects(_moved(plain, "cpu"))
+        numbers = iter(range(sum(size for theirs in of_processes for size, _ in theirs)))
+        rows = [[list(itertools.islice(numbers, size)) for size, _ in theirs] for theirs in of_processes]
+        here = [_moved(theirs, self.zero.device) for theirs in of_processes]
         if len({len(theirs) for theirs in here}) == 1:
             parts = [part for piece in zip(*here, strict=True) for part in _stacked(list(piece))]
-            order = [row for piece in zip(*rows, strict=True) for own in piece for row in own]
+            order = [row for piece in zip(*rows, strict=True) for part in piece for row in part]
         else:
             parts = [part for theirs in here for part in theirs]
-            order = [row for theirs in rows for own in theirs for row in own]
+            order = [row for theirs in rows for part in theirs for row in part]
         return replace(self, parts=parts), torch.tensor(order, device=self.zero.device)
 
     def centred(self) -> CentredJacobian:
@@ -322,8 +322,8 @@ class CentredJacobian(Jacobian):
         return super().transposed(z - z.mean())
 
     def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
-        found = super().columns(vector, groups)
-        return found - found.mean(0)
+        columns = super().columns(vector, groups)
+        return columns - columns.mean(0)
 
     def _mean(self) -> dict[str, Tensor]:
         size = self.shape[0]
@@ -331,11 +331,11 @@ class CentredJacobian(Jacobian):
 
 
 def _each(parts: Parts, change: Callable[[list[Term]], list[Term]]) -> list[tuple[int, dict[str, list[Term]]]]:
-    return [(size, {name: change(own) for name, own in terms.items()}) for size, terms in parts]
+    return [(size, {name: change(of_parameter) for name, of_parameter in terms.items()}) for size, terms in parts]
 
 
 def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
-    return _each(parts, lambda own: [to_device(t, device) for t in own])
+    return _each(parts, lambda terms: [to_device(t, device) for t in terms])
 
 
 def _stacked(parts: Parts) -> Parts:
@@ -387,5 +387,5 @@ def _terms(
     if general:  # one backward pass for each row
         step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in general.values())))
         rows = rows_of_each(edge, list(general.values()), values, step)
-        terms |= {name: [DenseGradients(own)] for name, own in zip(general, rows, strict=True)}
+        terms |= {name: [DenseGradients(g)] for name, g in zip(general, rows, strict=True)}
     return {name: terms.get(name) or [zeros(tape, name, len(values))] for name in tape.parameters}

@@ -77,8 +77,8 @@ def changes_by_backward_passes(
     vectors = [torch.full_like(out, vector, requires_grad=True) for out in outputs]
     options: Any = {"allow_unused": True}
     with torch.enable_grad():
-        found = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, create_graph=True, **options)
-    gradients = {k: g for k, g in zip(names, found, strict=True) if g is not None and g.requires_grad}
+        slopes = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, create_graph=True, **options)
+    gradients = {k: g for k, g in zip(names, slopes, strict=True) if g is not None and g.requires_grad}
     changes = []
     for direction in directions:
         live = [k for k in direction if k in gradients]
@@ -101,8 +101,8 @@ def are_adjoint(
     vectors = [torch.randn(out.shape, generator=drawn, device="cpu").to(out) for out in outputs]
     names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
     options: Any = {"retain_graph": True, "materialize_grads": True, "allow_unused": True}
-    found = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, **options)
-    gradients = {k: g.to_dense() for k, g in zip(names, found, strict=True)}
+    slopes = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, **options)
+    gradients = {k: g.to_dense() for k, g in zip(names, slopes, strict=True)}
     single = any(out.dtype == torch.float32 for out in outputs)
     coarsest = max([torch.finfo(torch.float32).eps, *(torch.finfo(kind).eps for kind in graph_dtypes(outputs))])
     coarsest = max([coarsest, *(product_rounding(out.device) for out in outputs if single)])
@@ -169,10 +169,10 @@ def rows_of_each(result: Tensor | GradientEdge, leaves: Sequence[Tensor], values
     """The gradients (N, *shape) of each of the values (N,) of a result, by batched backward passes, some at a time."""
     eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
     parts = zip(*(gradient_rows(result, leaves, some) for some in eye.split(at_once)), strict=True)
-    return [torch.cat(own) for own in parts]
+    return [torch.cat(pieces) for pieces in parts]
 
 
 def gradient_rows(result: Tensor | GradientEdge, leaves: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
     """`batched_vjp` of one result; zeros for leaves that it does not depend on."""
-    found = batched_vjp([result], leaves, [vectors])
-    return [x.new_zeros(len(vectors), *x.shape) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    rows = batched_vjp([result], leaves, [vectors])
+    return [x.new_zeros(len(vectors), *x.shape) if g is None else g for g, x in zip(rows, leaves, strict=True)]

@@ -44,7 +44,7 @@ class Verdicts:
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
     asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
-    found: str = ""  # of that pass
+    where: str = ""  # of that pass, the module where samples meet
     is_gated: bool = False  # whether samples meet at some data, if not at these
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the model's buffers, when last looked at
     filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
@@ -80,7 +80,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     facts = facts_of(batch.model, batch.key)
     known = facts.verdicts = facts.verdicts or Verdicts()
     if known.asked is not None and known.asked() is tape:
-        return known.found
+        return known.where
     flags = (t for m in batch.model.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.numel() == 1)
     both = itertools.chain(batch.model.buffers(), flags)
     buffers = [b for b in both if b.layout is torch.strided and not b.is_inference()]
@@ -101,7 +101,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if not is_open and steps in known.meeting:
         return known.meeting[steps]
     assert tape.start is not None
-    where = _found(batch, tape.start, is_new) if batch.count > 1 else ""
+    where = _search(batch, tape.start, is_new) if batch.count > 1 else ""
     if where == UNSTEADY:
         raise ValueError(UNSTEADY)
     if is_new and not where and not is_open:
@@ -109,7 +109,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if len(known.apart) + len(known.meeting) > MOST_STEPS:  # numbers that are others in every pass
         known.apart.clear()
         known.meeting.clear()
-    known.asked, known.found = weakref.ref(tape), where
+    known.asked, known.where = weakref.ref(tape), where
     if where:
         known.meeting[steps] = where
     else:
@@ -118,7 +118,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 
 
 @full_precision()
-def _found(batch: Batch, start: ModelState, is_new: bool) -> str:
+def _search(batch: Batch, start: ModelState, is_new: bool) -> str:
     moves = _noise(batch.model) if is_new else []
     # a model that raises on copies, of which a covariance has no inverse, may run on samples that are merely close
     attempts = [(_parts(batch.count, is_scattered=False), 0.0), ([], 0.0)]
@@ -127,7 +127,7 @@ def _found(batch: Batch, start: ModelState, is_new: bool) -> str:
         attempts = [(scattered, 0.0), attempts[0], (scattered, SPREAD), attempts[1]]
     for parts, spread in attempts:
         with moved(moves):
-            compare = partial(_compared, batch, start, parts if is_new else parts[:-1], spread)
+            compare = partial(_compare, batch, start, parts if is_new else parts[:-1], spread)
             where = attempt(compare, "not tried whether samples depend on one another")
         if where is not None:
             return where
@@ -147,14 +147,14 @@ def _is_gated(batch: Batch, start: ModelState) -> bool:
         return (_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch)
 
     def is_moved() -> bool:
-        together = replace(batch, x=_drawn_together(batch))
+        together = replace(batch, x=_draw_together(batch))
         return _differ(rows(together), rows(_without_others(together, last)[0]))
 
     with moved(_noise(batch.model)), torch.no_grad():
         return bool(attempt(is_moved, "not tried whether samples near each other meet"))
 
 
-def _drawn_together(batch: Batch) -> Any:
+def _draw_together(batch: Batch) -> Any:
     """The input with all samples near the last one, in between and not beyond: what is an index stays in its range."""
     dim, count, inputs = batch.dims[0], batch.count, tensors_in(batch.x)
     generator, away = torch.Generator().manual_seed(0), torch.logspace(-1, -3, count, device="cpu")
@@ -172,7 +172,7 @@ def _drawn_together(batch: Batch) -> Any:
     return map_tensors(near, batch.x)
 
 
-def _compared(batch: Batch, start: ModelState, parts: list[Tensor], spread: float) -> str:
+def _compare(batch: Batch, start: ModelState, parts: list[Tensor], spread: float) -> str:
     def run(one: Batch) -> tuple[Any, RandomState]:
         with start.again(), torch.no_grad():
             return one.output(), RandomState(batch.model.modules())
@@ -190,9 +190,9 @@ def _compared(batch: Batch, start: ModelState, parts: list[Tensor], spread: floa
         result = call() if other.count > 1 else attempt(call, "not tried whether a sample alone has the same output")
         if result is None:
             continue
-        found, other_end = result
+        other_output, other_end = result
         unit = whole if other.count == 1 else None
-        if not _differ(rows(output, kept, batch), rows(found, places, other), unit):
+        if not _differ(rows(output, kept, batch), rows(other_output, places, other), unit):
             continue
         are_redrawn = end.differs(other_end.states) or draws_away and other.count != batch.count
         if other.count == 1 and are_redrawn:  # nor would a gradient show what goes by place
@@ -253,13 +253,13 @@ def _depends_on_others(batch: Batch, kept: Tensor, start: ModelState, rows: Rows
 
     tracked = replace(batch, x=map_tensors(leaf, batch.x))
     with start.again(), torch.enable_grad():
-        value = sum(own.square().sum() for own in rows(tracked.output(), kept, batch))
+        value = sum(t.square().sum() for t in rows(tracked.output(), kept, batch))
     if not inputs or not isinstance(value, Tensor) or not value.requires_grad:
         log.info("not tried whether samples depend on one another: the pass draws as many numbers as the data say")
         return False
     slopes = torch.autograd.grad(value, inputs, materialize_grads=True)
-    own = [g - g.index_fill(dim, kept.to(g.device), 0.0) for g in slopes]
-    return _differ([g.reshape(1, -1) for g in slopes], [g.reshape(1, -1) for g in own])
+    of_kept = [g - g.index_fill(dim, kept.to(g.device), 0.0) for g in slopes]
+    return _differ([g.reshape(1, -1) for g in slopes], [g.reshape(1, -1) for g in of_kept])
 
 
 def _rows(output: Any, kept: Tensor, batch: Batch, axis: int | None = None) -> list[Tensor]:
@@ -274,7 +274,7 @@ def _rows_of_entries(output: Any, kept: Tensor, batch: Batch) -> list[Tensor]:
     """The same of a list with an entry for each sample, all in one tensor, with zeros after those of short ones."""
     flat = lambda tree: [t.flatten() for t in tensors_in(tree) if t.is_floating_point()]
     parts = [flat(output[n]) for n in kept.tolist()]
-    return [pad_sequence([torch.cat(own) for own in parts], batch_first=True)] if all(parts) else []
+    return [pad_sequence([torch.cat(tensors) for tensors in parts], batch_first=True)] if all(parts) else []
 
 
 def _differ(first: list[Tensor], second: list[Tensor], unit: list[Tensor] | None = None) -> bool:

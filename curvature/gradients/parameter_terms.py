@@ -26,8 +26,8 @@ def terms_by_parameter(
     """
     backprops = [b if b is None or b.numel() else None for b in backprops]
     of_uses: list[UseTerms] = [
-        None if b is None or use.names <= skip else _terms_of_use(use, b, own)
-        for use, b, own in zip(tape.uses, backprops, layouts, strict=True)
+        None if b is None or use.names <= skip else _terms_of_use(use, b, layouts_of_use)
+        for use, b, layouts_of_use in zip(tape.uses, backprops, layouts, strict=True)
     ]
     terms: Terms = {}
     failed = set(skip)
@@ -53,10 +53,10 @@ def terms_by_parameter(
                     terms[name] += of_parameter
             except Unsupported:
                 failed |= node.names
-    terms = {name: own for name, own in terms.items() if name not in failed}
+    terms = {name: of_parameter for name, of_parameter in terms.items() if name not in failed}
     if is_precise:
         dtypes = {name: tape.parameters[name].tensor.dtype for name in terms}
-        terms = {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}
+        terms = {name: [promote(t, dtypes[name]) for t in of_parameter] for name, of_parameter in terms.items()}
     return terms, failed
 
 

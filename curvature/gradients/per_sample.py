@@ -139,7 +139,7 @@ def per_sample_norms(
     only where the inner products of activations and of backprops would cost more.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return stack(_settled(batch, contractions.tentative_norms_squared).values()).sum(0).sqrt()
+    return stack(_settle(batch, contractions.tentative_norms_squared).values()).sum(0).sqrt()
 
 
 @either_form
@@ -150,7 +150,7 @@ def per_sample_norms_by_parameter(
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    norms_squared = _settled(batch, contractions.tentative_norms_squared)
+    norms_squared = _settle(batch, contractions.tentative_norms_squared)
     return {name: squares.sqrt() for name, squares in norms_squared.items()}
 
 
@@ -162,13 +162,13 @@ def per_sample_gram(
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return stack(_settled(batch, contractions.tentative_gram).values()).sum(0)
+    return stack(_settle(batch, contractions.tentative_gram).values()).sum(0)
 
 
-def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
+def _settle(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
     """What `contract` makes of the terms of every parameter, once it is right."""
     tentative = contracted(batch, contract)
-    return dict(zip(tentative, contractions.settled(tentative.values()), strict=True))
+    return dict(zip(tentative, contractions.settle(tentative.values()), strict=True))
 
 
 @either_form

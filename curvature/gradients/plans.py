@@ -179,14 +179,14 @@ def learn(
             return plan, backprops
     elif plan is not None:
         again, _ = find_layouts(backprops, send(weights), weights, plan.layouts)
-        if all(b is None or own == new for own, new, b in zip(plan.layouts, again, backprops, strict=True)):
+        if all(b is None or old == new for old, new, b in zip(plan.layouts, again, backprops, strict=True)):
             return plan, backprops
     parameters = [node.tensor for node in tape.parameters.values()]
     both = tape.gradients(outputs, [weights], also=parameters)
     weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
     layouts, are_certain = find_layouts(backprops, weighted, weights)
     if is_coarse:
-        layouts = [own if good else [] for own, good in zip(layouts, in_order(layouts), strict=True)]
+        layouts = [of_use if good else [] for of_use, good in zip(layouts, in_order(layouts), strict=True)]
     terms, failed = terms_by_parameter(tape, backprops, layouts, set(), is_precise=True)
     failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
     _log_general(tape, failed)
@@ -219,12 +219,12 @@ def failures(
 
     def sums_to(name: str, norms_squared: Callable[[list[Term]], Tensor]) -> Tensor:
         """Whether the weighted sum of samples' gradients is what autograd gives for that of losses."""
-        own, expected = terms[name], summed[name]
-        if not own:  # what no function reads that torch shows
+        of_parameter, expected = terms[name], summed[name]
+        if not of_parameter:  # what no function reads that torch shows
             return expected.norm() == 0
         noise = floor.to(expected.norm())
-        scale = (norms_squared(own) * weights.to(noise).square()).sum().sqrt()
-        difference = (contractions.weighted_sum(own, weights.to(noise)) - expected).norm()
+        scale = (norms_squared(of_parameter) * weights.to(noise).square()).sum().sqrt()
+        difference = (contractions.weighted_sum(of_parameter, weights.to(noise)) - expected).norm()
         return difference <= max(rounding_tolerance(expected), low) * scale + noise
 
     flags = [sums_to(name, contractions.least_norms_squared) for name in summed]
@@ -232,8 +232,8 @@ def failures(
     alone = reference(n)
     rows: dict[str, Tensor] = {}
     if alone is not None:
-        one = {name: [t.samples(n.to(t.device)) for t in own] for name, own in terms.items() if own}
-        rows = {name: contractions.gradients(own)[0] for name, own in one.items()}
+        one = {name: [t.samples(n.to(t.device)) for t in some] for name, some in terms.items() if some}
+        rows = {name: contractions.gradients(of_parameter)[0] for name, of_parameter in one.items()}
         flags += agreements(rows, alone, low)
     good = to_host(flags)
     failed = {name for name, flag in zip(rows, good[len(summed) :], strict=True) if not flag}
@@ -296,20 +296,20 @@ def plan_beside_copy(batch: Batch, tape: Tape) -> Plan | None:
         beside = attempt(learn_beside, "not compared with the sample beside its copy")
     if beside is None:
         return None
-    found = _learnt(batch.model, key, beside)
-    if found is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:
+    plan = _learnt(batch.model, key, beside)
+    if plan is None or [use.function for use in tape.uses] != [use.function for use in beside.uses]:
         return None
-    uses = zip(tape.uses, beside.uses, found.layouts, strict=True)
-    if not all(_is_twice(layouts, own, other) for own, other, layouts in uses):
+    uses = zip(tape.uses, beside.uses, plan.layouts, strict=True)
+    if not all(_is_twice(layouts, use, other) for use, other, layouts in uses):
         return None
-    of_one = Plan([[own._replace(samples=1) for own in layouts] for layouts in found.layouts], found.general)
+    of_one = Plan([[layout._replace(samples=1) for layout in layouts] for layouts in plan.layouts], plan.general)
     keep_plan(batch.model, batch.key, tape, of_one)
     return of_one
 
 
-def _is_twice(layouts: Sequence[Layout], own: Use, other: Use) -> bool:
+def _is_twice(layouts: Sequence[Layout], use: Use, other: Use) -> bool:
     """Whether the outputs of two uses differ by the number of samples at most."""
-    expected = list(own.shape)
+    expected = list(use.shape)
     for layout in layouts:
         expected[layout.dim] *= 2
     return expected == list(other.shape)
@@ -388,7 +388,7 @@ def find_layouts(
             tried.append([])
             continue
         size = bw.norm()
-        allowed = _allowed(size, b, floor)
+        allowed = _tolerance(size, b, floor)
         if known is not None:
             candidates = list(known[k])
         elif count == 1:
@@ -402,7 +402,7 @@ def find_layouts(
         if count == 1:
             asked.append(size > allowed)
         elif candidates:
-            limits = allowed, _allowed(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
+            limits = allowed, _tolerance(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
             asked += [*limits, *(_error(layout, b, bw, weights) for layout in candidates)]
     told = iter([float(x) for x in to_host(asked)])
     if count == 1:
@@ -454,7 +454,7 @@ def coarsest(backprops: Sequence[Tensor | None]) -> float:
     return max((float(torch.finfo(b.dtype).eps) for b in backprops if b is not None), default=0.0)
 
 
-def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:
+def _tolerance(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:
     return rounding_tolerance(b) * size + floor.to(size)
 
 

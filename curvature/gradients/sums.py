@@ -81,8 +81,8 @@ def _add_clipped(total: dict[str, Tensor], batch: Batch, counted: Tensor, max_no
     norms = stack(contractions.each_norms_squared(terms.values())).sum(0).sqrt()
     weights = torch.where(norms > max_norm, max_norm / norms, 1).where(counted.to(norms.device), 0)
     for name, parts in terms.items():
-        found = contractions.weighted_sum(parts, weights.to(parts[0].device))
-        total[name] += found.to(total[name].dtype)
+        weighted = contractions.weighted_sum(parts, weights.to(parts[0].device))
+        total[name] += weighted.to(total[name].dtype)
 
 
 class NoiseScale(NamedTuple):
@@ -126,9 +126,9 @@ def gradient_noise_scale(model: nn.Module, loss: Loss, data: Any, *, sample_dim:
         count += batch.count
         squares += float(stack(widen(x).sum() for x in contractions.each_norms_squared(terms.values())).sum())
         for name, parts in terms.items():
-            found = contractions.weighted_sum(parts, torch.ones(batch.count, device=parts[0].device))
-            found = widen(torch.view_as_real(found.resolve_conj()) if found.is_complex() else found)
-            sums[name] = sums[name] + found if name in sums else found
+            summed = contractions.weighted_sum(parts, torch.ones(batch.count, device=parts[0].device))
+            summed = widen(torch.view_as_real(summed.resolve_conj()) if summed.is_complex() else summed)
+            sums[name] = sums[name] + summed if name in sums else summed
     if count < 2:
         raise ValueError(f"data: a covariance needs two samples at least, found {count}")
     mean = float(stack(total.square().sum() for total in sums.values()).sum()) / count**2

@@ -184,7 +184,7 @@ class Scheme:
         k = not reading.flipped
         diagonal = self.kinds[k].is_diagonal
         if reading.one_hot:
-            moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
+            moment, number = self._moment_of_indices([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
         whole = [term for term in terms if not isinstance(term, IndexedRows)]
         if self.kinds[1].takes_rows:
@@ -194,10 +194,10 @@ class Scheme:
             bias = _mean_bias(whole)
             moment = self._empty(whole[0], k, len(a) * bias**2)
             self._add_second(moment, a, None, bias)
-            return moment, sum(self._reached(same) for same in by_length(whole))
+            return moment, sum(self._count_routed(same) for same in by_length(whole))
         count: int | Tensor = 0
         for term in whole:
-            arrived = self._arrived(term)
+            arrived = self._routes(term)
             count += len(term) * term.places if arrived is None else arrived.sum((0, 1)).to(self.dtype)
         ones = sum(len(term) * term.places for term in whole if term.has_bias)
         total: Tensor | None = None
@@ -268,14 +268,14 @@ class Scheme:
             lefts, rights = whole, whole if right is None else [joined(rights)]
         return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
-    def _arrived(self, term: Affine) -> Tensor | None:
+    def _routes(self, term: Affine) -> Tensor | None:
         """The places (N, t, g) sent to each group, which counts no others; None: all, as if zeros leave a bias on."""
         is_routed = isinstance(term, OuterProduct) and term.is_routed
         return cast("OuterProduct", term).arrived if is_routed and len(self.arrangement.shapes) == 1 else None
 
     def _counts(self, terms: Sequence[Affine]) -> Tensor | None:
         """How many places of each sample are sent to each group, (N, g), by terms of one length; None: all of them."""
-        arrived = [self._arrived(term) for term in terms]
+        arrived = [self._routes(term) for term in terms]
         if all(places is None for places in arrived):
             return None
         counts: Any = (
@@ -283,7 +283,7 @@ class Scheme:
         )
         return sum(counts)
 
-    def _reached(self, terms: Sequence[Affine]) -> int | Tensor:
+    def _count_routed(self, terms: Sequence[Affine]) -> int | Tensor:
         """The number of samples that have such places, for each group if they differ."""
         counts = self._counts(terms)
         return len(terms[0]) if counts is None else (counts > 0).sum(0).to(self.dtype)
@@ -292,7 +292,7 @@ class Scheme:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
         backprops = []
         for term in terms:
-            b, arrived = term.backprops().to(self.dtype), self._arrived(term)
+            b, arrived = term.backprops().to(self.dtype), self._routes(term)
             backprops.append(b if arrived is None else b * arrived[..., None])
         if self.sharing == "reduce":
             backprops = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in by_length(backprops)]
@@ -360,7 +360,7 @@ class Scheme:
             moment[:, -1, some] += total
             moment[:, some, -1] += total
 
-    def _looked_up(self, terms: Sequence[IndexedRows]) -> tuple[Tensor, int | Tensor]:
+    def _moment_of_indices(self, terms: Sequence[IndexedRows]) -> tuple[Tensor, int | Tensor]:
         """The diagonal (1, rows) of the moment of one-hot inputs, and the number of summands."""
         rows = terms[0].shape[0]
         moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)

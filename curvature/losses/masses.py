@@ -176,10 +176,10 @@ def shares_of_parts(loss: Loss, outputs: Point, count: int, dim: int, whole: Los
             points.append(point)
     if not rows:
         return outputs[0].real.new_full((count,), 0.0 if empty.all() else math.nan)
-    return _told(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
+    return _shares(loss, rows, lambda: _changes_of_slopes(rows, points, whole, alone, by_sample), empty)
 
 
-def _told(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: Tensor) -> Tensor:
+def _shares(loss: Loss, rows: list[Row], changes: Callable[[], list[Row]], empty: Tensor) -> Tensor:
     """The shares by gradients, or by their changes where gradients tell nothing but rounding."""
     try:
         result = _quotients(loss, rows, empty)
@@ -242,7 +242,7 @@ def _changes_of_slopes(
     """The same of second derivatives along a random direction, if slopes are nothing but rounding; none otherwise."""
     generator = torch.Generator().manual_seed(0)
     changes: list[Row] = []
-    for (slope, own), point in zip(rows, points, strict=True):
+    for (slope, slope_alone), point in zip(rows, points, strict=True):
         drawn = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x) for x in point]
         along = [v * (1 + x.abs().square().mean().sqrt()) for v, x in zip(drawn, point, strict=True)]
         try:
@@ -251,7 +251,7 @@ def _changes_of_slopes(
             log.info("second derivatives do not tell what samples count: %s", str(error).split("\n")[0])
             return []
         rounding = 1e3 * torch.finfo(slope.dtype).eps * of_batch.norm()
-        if not of_batch.isfinite().all() or max(slope.norm(), own.norm()) > rounding:
+        if not of_batch.isfinite().all() or max(slope.norm(), slope_alone.norm()) > rounding:
             return []
         changes.append((of_batch, of_samples.nan_to_num(0.0, 0.0, 0.0)))
     return changes
@@ -290,7 +290,7 @@ def _quotients(loss: Loss, rows: list[Row], empty: Tensor) -> Tensor:
     if bool(_exceeds_rounding(left, sizes).any()):
         worst = float((left / sizes.clamp(min=torch.finfo(batch.dtype).eps * float(sizes.amax()))).amax())
         raise NoWeightedSum(loss, f"{min(1.0, worst):.0%} of its gradient at the output of a sample is not of that")
-    return _rounded(measured, is_known | empty)
+    return _round_off(measured, is_known | empty)
 
 
 def _exceeds_rounding(left: Tensor, sizes: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def _exceeds_rounding(left: Tensor, sizes: Tensor) -> Tensor:
     return left > 10 * eps**0.5 * sizes + 100 * eps * sizes.amax()
 
 
-def _rounded(measured: Tensor, is_known: Tensor) -> Tensor:
+def _round_off(measured: Tensor, is_known: Tensor) -> Tensor:
     """Shares of a plain mean or sum without their rounding, and for samples of which nothing is known, too."""
     for plain in (1 / len(measured), 1.0):
         near = (measured - plain).abs() <= 100 * torch.finfo(measured.dtype).eps * plain
@@ -370,11 +370,11 @@ class SampleMasses:
         some = list(range(0, count, max(1, count // few)))[:few]
         if not self.known and masses.any():  # one that counts
             some = list(dict.fromkeys([int(masses.argmax()), *some]))
-        own = [(*_sample(n, output, target, count, dims), masses[n]) for n in some]
-        outputs, targets, known = zip(*own, *self.known, strict=True)
+        samples = [(*_sample(n, output, target, count, dims), masses[n]) for n in some]
+        outputs, targets, known = zip(*samples, *self.known, strict=True)
         if self.known and any(known) and (len(self.compared) < FEW or not self.is_plain):
             try:
-                both = torch.cat(outputs, dims[0]), _joined(targets, dims[1])
+                both = torch.cat(outputs, dims[0]), _join(targets, dims[1])
             except RuntimeError:  # of other shapes: a sum
                 return
             same = attempt(lambda: (_explain(self.loss, torch.stack(known), *both, *dims),), "several batches")
@@ -384,7 +384,7 @@ class SampleMasses:
                 raise self._not_finite()
             if not all(same):
                 raise self._only_one_batch("how much a sample counts in it depends on the others")
-        self.known = (self.known + own)[: 2 * few]
+        self.known = (self.known + samples)[: 2 * few]
 
     def whole(self, number: int, output: Tensor) -> Tensor:
         """(1,): the mass of a batch whose samples meet in the loss; ValueError unless it is the only one."""
@@ -444,7 +444,7 @@ class SampleMasses:
 
         def measure() -> Tensor:
             both = torch.cat([output, output], dims[0])
-            return shares(self.loss, both, _joined([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
+            return shares(self.loss, both, _join([target, target], dims[1]), 2, *dims).nan_to_num(0.0)
 
         otherwise = f"{name_of(self.loss)}: taken for a mean, since it does not run on a sample twice"
         measured = attempt(measure, otherwise)
@@ -458,7 +458,7 @@ class SampleMasses:
         output_of_one, target_of_one, mass = self.reference
         try:
             both = torch.cat([output_of_one, output.detach()], dims[0])
-            targets = _joined([target_of_one, target], dims[1])
+            targets = _join([target_of_one, target], dims[1])
         except RuntimeError as error:
             if self.kind == "sum" and _kind(measured := self._shares(output, target, count, dims)) != "mean":
                 return measured
@@ -472,7 +472,7 @@ class SampleMasses:
         self.kind, self.is_sum = kind, kind != "mean"
         if self.is_sum:
             return measured[1:]
-        return _rounded(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
+        return _round_off(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
 
     def _only_one_batch(self, why: str) -> ValueError:
         return ValueError(
@@ -500,10 +500,10 @@ def _sample(n: int, output: Tensor, target: Any, count: int, dims: tuple[int, in
     return rows(output, dims[0]), map_target(lambda t: rows(t, dims[1]), target)
 
 
-def _joined(targets: Sequence[Any], dim: int) -> Any:
+def _join(targets: Sequence[Any], dim: int) -> Any:
     """Several targets as one."""
     leaves: list[list[Tensor]] = [[] for _ in targets]
-    for own, target in zip(leaves, targets, strict=True):
-        map_target(own.append, target)
+    for of_target, target in zip(leaves, targets, strict=True):
+        map_target(of_target.append, target)
     parts = zip(*leaves, strict=False)
     return map_target(lambda _: torch.cat(next(parts), dim), targets[0])

@@ -65,8 +65,8 @@ class OutputBatch:
     ) -> OutputBatch:
         """Check the output, of which ValueErrors tell; ``count`` None means one row per sample."""
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            found = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"output must be a real floating point tensor of shape (N, ...), got {found}")
+            kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"output must be a real floating point tensor of shape (N, ...), got {kind}")
         if output.ndim == 0 or output.numel() == 0:
             raise ValueError(f"output must have at least one sample along dim 0, got shape {tuple(output.shape)}")
         count = len(output) if count is None else count
@@ -200,10 +200,10 @@ class OutputBatch:
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
-            found = term_masses(loss, output, target, self.count).reshape(masses.shape)
+            measured = term_masses(loss, output, target, self.count).reshape(masses.shape)
             if not signed and self._may_be_negative(loss):
-                self._require_semidefinite(found)
-            return found
+                self._require_semidefinite(measured)
+            return measured
         terms = masses[:, : output.shape[1] // 2] if row.heads else masses
         if isinstance(target, Tensor) and row.classes is None:
             sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)

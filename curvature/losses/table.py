@@ -90,10 +90,10 @@ class GaussianNLLLoss(nn.Module):
         """Mean and variance, the latter at least ``eps``; errors as for `forward`."""
         output = join_heads(self, output)
         if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            form = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
                 "GaussianNLLLoss takes an output (N, 2d, ...), whose dim 1 holds the means and then the variances, or "
-                f"a tuple (mean, variance), each (N, d, ...); found {found}"
+                f"a tuple (mean, variance), each (N, d, ...); found {form}"
             )
         mean, variance = output.chunk(2, 1)
         with suppress(RuntimeError):  # vmap does not allow branching on values
@@ -244,7 +244,7 @@ def per_sample_losses(
     may be None, or a tuple, list or dict) along ``target_dim``, with its own m. Of a callable only the arguments are
     split into samples; ``weight`` and ``pos_weight`` of a torch loss are split with the output.
     """
-    loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
+    loss, mean, output_dim = _resolve(loss, output, target, count, output_dim, target_dim)
     row = TORCH_LOSSES.get(type(loss))
     if row is not None and isinstance(target, Tensor) and row.broadcasts and count > 1:
         own_target_dim = target_dim % target.ndim
@@ -296,7 +296,7 @@ def sample_masses(
     without a target, all count. It is 1 if the loss is a sum (that of the batch is then ``sum_n m_n l_n``), or averages
     over samples ("batchmean"). Those of a callable have to be found (`masses`). Shape (N,), at least float32.
     """
-    loss, mean, output_dim = _checked(loss, output, target, count, output_dim, target_dim)
+    loss, mean, output_dim = _resolve(loss, output, target, count, output_dim, target_dim)
     ones = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
     row = TORCH_LOSSES.get(type(loss))
     if row is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
@@ -390,8 +390,8 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
 
 def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name_of(loss)} must return a scalar tensor for {what}, got {found}")
+        form = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name_of(loss)} must return a scalar tensor for {what}, got {form}")
     return value
 
 
@@ -411,7 +411,7 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
     raise ValueError(f"a target must be a tensor, None, a tuple, list or dict of these, got {type(target).__name__}")
 
 
-def _checked(
+def _resolve(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int
 ) -> tuple[Loss, bool, int]:
     """The resolved loss, whether it is a mean, and the samples' dim of the output counted from the front."""

@@ -100,7 +100,7 @@ def _of_layer(space: Space, chunk: Chunk, structure: Choice, sharing: str, is_ch
             _require_held_size(space, "the exact block", space.size, "dense")
         return structure(space)
     vectors = chunk.of(space.names[0])
-    factored = None if vectors is None else _factored(space, vectors[0][0], sharing)
+    factored = None if vectors is None else _kronecker(space, vectors[0][0], sharing)
     if factored is None and is_chosen:
         raise ValueError(
             f"structure: {space.names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
@@ -130,7 +130,7 @@ def _exact(space: Space) -> Accumulator:
     return (DenseStructure if space.size <= MAX_EXACT_SIZE else DiagonalStructure)(space)
 
 
-def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
+def _kronecker(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
     """An accumulator of Kronecker factors for a weight, or for each range of its rows; None if there are none."""
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:

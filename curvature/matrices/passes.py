@@ -255,21 +255,21 @@ class RecordedBatch:
     @property
     def chunk_size(self) -> int:
         """Number of vectors to make at once."""
-        return max(1, BACKWARD_ELEMENTS // self._held)
+        return max(1, BACKWARD_ELEMENTS // self._backprop_entries)
 
     @property
     def cached_size(self) -> int:
         """Number of vectors whose backprops are best held at a time."""
         limit = CACHED_ELEMENTS if self.output.device.type == "cpu" else BACKWARD_ELEMENTS
-        return max(1, limit // self._held)
+        return max(1, limit // self._backprop_entries)
 
     @property
     def pass_size(self) -> int:
         """Number of vectors to send back in one batched pass."""
-        return 1 if self.output.device.type == "cpu" and self._held > BATCHED_ELEMENTS else self.chunk_size
+        return 1 if self.output.device.type == "cpu" and self._backprop_entries > BATCHED_ELEMENTS else self.chunk_size
 
     @cached_property
-    def _held(self) -> int:
+    def _backprop_entries(self) -> int:
         """Entries of the backprops of one vector, those at the weights of attention among them."""
         shapes = [use.shape for use in self.tape.uses]
         nodes: Sequence[Any] = graph_nodes(self.output.grad_fn)

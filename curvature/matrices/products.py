@@ -71,7 +71,7 @@ class Repeated:
 
     def _state(self) -> tuple[Any, ...]:
         model = self.source.model
-        seen = tuple(map(_seen_of, (*model.parameters(), *model.buffers())))
+        seen = tuple(map(_state_of, (*model.parameters(), *model.buffers())))
         return seen, tuple(m.training for m in model.modules())
 
     @in_turn()
@@ -177,9 +177,9 @@ class Repeated:
         for what, module in (("model", model), ("loss", loss)):
             if isinstance(module, nn.Module):
                 named = [*module.named_parameters(), *module.named_buffers()]
-                surroundings |= {f"{what}: {name}": _seen_of(t) for name, t in named}
+                surroundings |= {f"{what}: {name}": _state_of(t) for name, t in named}
                 surroundings[f"{what}: its training mode"] = [m.training for m in module.modules()]
-        surroundings |= {f"data: tensor {k}": _seen_of(t) for k, t in enumerate(tensors_in(data))}
+        surroundings |= {f"data: tensor {k}": _state_of(t) for k, t in enumerate(tensors_in(data))}
         kinds = {"cpu", *(p.device.type for p in model.parameters())}
         surroundings["autocast"] = {
             kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds
@@ -196,7 +196,7 @@ class Repeated:
                 )
 
 
-def _seen_of(t: Tensor) -> tuple[int, int | None, int | None]:
+def _state_of(t: Tensor) -> tuple[int, int | None, int | None]:
     """Which tensor it is, where it is, and how often autograd has seen it change."""
     has_place = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
     return id(t), t.data_ptr() if has_place else None, None if t.is_inference() else t._version
@@ -223,13 +223,13 @@ def through_outputs(
     def put(part: Tensor, out: Tensor, add: bool) -> None:
         changes = changes_along(part) if counts else None
         if changes is None:
-            return _put([None] * len(parameters), parameters, out, add)
+            return _write([None] * len(parameters), parameters, out, add)
         products = multiply()(changes.movedim(dims[1] + 1, 1))
         del changes
         sent = (products * rows).movedim(1, dims[1] + 1)
         del products
         for some, where in zip(sent.split(at_once), out.split(at_once), strict=True):
-            _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
+            _write(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
     return put, step, float(weight)
 
@@ -273,7 +273,7 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
         products: list[Tensor | None] = [None] * len(parameters)
         if live:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
-        _put(products, parameters, out, add)
+        _write(products, parameters, out, add)
 
     # of several columns torch mixes the axes up where they come to the means of a group norm
     has_group_norm = any("GroupNorm" in type(node).__name__ for node in graph_nodes(run.output.grad_fn))
@@ -368,7 +368,7 @@ def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [part.reshape(len(part), *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
-def _put(gradients: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
+def _write(gradients: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
     """Write the gradients (c, *shape) of the parameters to (c, P), or add them; None is zero."""
     parts = out.split([p.numel() for p in parameters], 1)
     for g, part in zip(gradients, parts, strict=True):

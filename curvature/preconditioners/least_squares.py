@@ -41,8 +41,8 @@ class LeastSquares:
         Without damping, eigenvalues below `cut` times the largest, or below rounding error, are left out.
         """
         if self.dense is None:
-            return self.jacobian.transposed(self._solved(right, damping, cut))
-        return self.jacobian.split(self._solved(self.dense.mT @ right.to(self.dense), damping, cut))
+            return self.jacobian.transposed(self._solve(right, damping, cut))
+        return self.jacobian.split(self._solve(self.dense.mT @ right.to(self.dense), damping, cut))
 
     @full_precision()
     def precondition(self, gradient: Mapping[str, Tensor], damping: Damping) -> dict[str, Tensor]:
@@ -54,8 +54,8 @@ class LeastSquares:
         if not isinstance(damping, Tensor) and not damping > 0:
             raise ValueError(f"damping: expected a positive number, found {damping}")
         if self.dense is not None:
-            return self.jacobian.split(self._solved(self.jacobian.flat(gradient), damping))
-        inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
+            return self.jacobian.split(self._solve(self.jacobian.flat(gradient), damping))
+        inside = self.jacobian.transposed(self._solve(self.jacobian.times(gradient), damping))
         return {name: (gradient[name] - part) / at(damping, part) for name, part in inside.items()}
 
     @full_precision()
@@ -115,7 +115,7 @@ class LeastSquares:
             if problem._root is None:
                 _ = problem.spectrum
 
-    def _solved(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
+    def _solve(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # its precision may differ from that of the parameters
         self.prepare(damping)
         if self._root is not None:

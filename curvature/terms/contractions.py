@@ -124,7 +124,7 @@ class Tentative:
 
 
 def tentative_norms_squared(terms: Sequence[Term]) -> list[Tentative]:
-    """What `settled` makes `norms_squared` of, for each range of rows; on an accelerator the host does not wait."""
+    """What `settle` makes `norms_squared` of, for each range of rows; on an accelerator the host does not wait."""
     return [_tentative_norms(direct_forms(piece.terms)) for piece in row_ranges(terms)]
 
 
@@ -133,7 +133,7 @@ def tentative_gram(terms: Sequence[Term]) -> list[Tentative]:
     return [_tentative_gram(direct_forms(piece.terms)) for piece in row_ranges(terms)]
 
 
-def settled(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
+def settle(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
     """The right values for each parameter; the host waits for the device once, not for each of them."""
     parameters = list(parameters)
     doubtful = [(x, x.cancelled.any()) for tentative in parameters for x in tentative if x.cancelled is not None]
@@ -182,7 +182,7 @@ def least_norms_squared(terms: Sequence[Term]) -> Tensor:
 
 def each_norms_squared(parameters: Iterable[Sequence[Term]]) -> list[Tensor]:
     """`norms_squared` of the terms of each parameter; the host waits for the device once, not for each of them."""
-    return settled(map(tentative_norms_squared, parameters))
+    return settle(map(tentative_norms_squared, parameters))
 
 
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:

@@ -182,7 +182,7 @@ def _by_parameter(
     bases = Eigenbases(K, first if in_eigenbases else {})
     turned = map(bases.turn, itertools.chain([first], queries))
     asked = ({name: gradients(parts) for name, parts in terms.items()} for terms in turned)
-    solved = _solved_queries(bases.K, asked, damping, rank)
+    solved = _solve_queries(bases.K, asked, damping, rank)
     samples = map(bases.turn, _terms(model, loss, train, sample_dim, names, progress))
     scores = [{name: score(parts, solved[name]) for name, parts in terms.items()} for terms in samples]
     if not scores:
@@ -209,18 +209,18 @@ def _terms(
             yield {name: list(terms[name]) for name in names}
 
 
-def _solved_queries(
+def _solve_queries(
     K: Operator, asked: Iterable[dict[str, Tensor]], damping: float | None, rank: int | None
 ) -> dict[str, Queries]:
     """``(K + damping)^-1 g`` of all queries: of all batches together, or one by one if they are compressed."""
     if rank is None:
         batches = list(asked)
         asked = [{name: torch.cat([batch[name] for batch in batches]) for name in K.space.names}]
-    parts = [{name: compress(v, rank) for name, v in _solved(K, batch, damping).items()} for batch in asked]
+    parts = [{name: compress(v, rank) for name, v in _solve(K, batch, damping).items()} for batch in asked]
     return {name: joined([batch[name] for batch in parts]) for name in K.space.names}
 
 
-def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
+def _solve(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
     """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
     solved: dict[str, Tensor] = {}
     for block in blocks_of(K) if damping is None else [K]:
@@ -307,13 +307,13 @@ class Eigenbases:
 
     def __init__(self, K: Operator, terms: Terms) -> None:
         self.bases: dict[str, tuple[Basis, EigenKronecker]] = {}
-        turned = [self._turned(block, terms.get(block.space.names[0], ())) for block in blocks_of(K)]
+        turned = [self._rotate(block, terms.get(block.space.names[0], ())) for block in blocks_of(K)]
         names = tuple(name for block in turned for name in block.space.names)
         shapes = tuple(shape for block in turned for shape in block.space.shapes)
         places = tuple(K.space.devices[name] for name in names)
         self.K = BlockDiagonal(Space(names, shapes, K.space.dtype, places[0], places), turned) if self.bases else K
 
-    def _turned(self, block: Operator, parts: Sequence[Term]) -> Operator:
+    def _rotate(self, block: Operator, parts: Sequence[Term]) -> Operator:
         if not isinstance(block, Kronecker | EigenKronecker) or len(parts) != 1:
             return block
         space, (groups, outputs, inputs), term = block.space, block.sides, parts[0]

@@ -265,7 +265,7 @@ def quantize(
     damping = usual_damping(K) if damping is None else float(damping)
     rounded: dict[str, Tensor] = {}
     for block in blocks_of(K):
-        rounded |= block.space.split(_rounded(block, flat_parameters(block.space, parts), damping))
+        rounded |= block.space.split(_round(block, flat_parameters(block.space, parts), damping))
     return {name: rounded[name] for name in space.names}
 
 
@@ -301,12 +301,12 @@ def _nearest(x: Tensor, grid: Tensor) -> Tensor:
     return torch.where(is_free > 0, x, (level - zero) * step)
 
 
-def _rounded(block: Operator, parts: Tensor, damping: float) -> Tensor:
+def _round(block: Operator, parts: Tensor, damping: float) -> Tensor:
     """The flat weights (P,) of a block, rounded: parts (5, P) are the weights and their grid."""
     if isinstance(block, Diagonal):
         return _nearest(parts[0], parts[1:])
     if isinstance(block, RowBlocks):
-        of = lambda part, rows: _rounded(part, rows.mT.contiguous(), damping)
+        of = lambda part, rows: _round(part, rows.mT.contiguous(), damping)
         permuted = block.inner.by_blocks(of, parts.mT[block.order])
         return torch.empty_like(permuted).index_copy_(0, block.order, permuted)
     if isinstance(block, Kronecker):

@@ -86,11 +86,11 @@ class Processes:
             timeout = None  # the default
         return dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, timeout=timeout)
 
-    def all_gather_objects(self, own: Any) -> list[Any]:
+    def all_gather_objects(self, ours: Any) -> list[Any]:
         """The objects of all processes, several, by rank."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, ours, group=self.group)
+        return objects
 
     def all_reduce_mean(self, x: Tensor) -> Tensor:
         """The mean over all processes, the same bits on each."""
@@ -109,7 +109,7 @@ class Processes:
 
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all processes, concatenated along the first axis in the order of ranks."""
-        return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.all_gather_objects(x.cpu())])
+        return x if self.size == 1 else torch.cat([part.to(self.device) for part in self.all_gather_objects(x.cpu())])
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         if self.size == 1:
@@ -146,8 +146,8 @@ class Processes:
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise on all processes where gradients differ between them."""
-        own = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
-        most, least = self.all_reduce_max([own, -own])
+        norm_squared = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
+        most, least = self.all_reduce_max([norm_squared, -norm_squared])
         if most + least > GRADIENT_TOLERANCE * most:
             raise RuntimeError(
                 f"gradients differ between the {self.size} processes (squared norms from {-least:.6g} to {most:.6g}): "
@@ -158,14 +158,14 @@ class Processes:
 
 def in_flat_buffers(tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> list[Tensor]:
     """The tensors after a collective, in place, of all of one dtype as one buffer."""
-    found: list[Any] = [None] * len(tensors)
+    results: list[Any] = [None] * len(tensors)
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
         flat = torch.cat([tensors[k].reshape(-1) for k in alike])
         collective(flat)
         for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
-            found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
-    return found
+            results[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
+    return results
 
 
 def vectors_of_global_batch(
@@ -182,5 +182,5 @@ def vectors_of_global_batch(
     if size * output.numel() * inject.number(output, len(output)) > BUCKET_ENTRIES:
         return draw(output, target, seed() + rank)
     repeated = lambda x: x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
-    found = draw(repeated(output), repeated(target), seed())
-    return found[:, rank * len(output) : (rank + 1) * len(output)]
+    vectors = draw(repeated(output), repeated(target), seed())
+    return vectors[:, rank * len(output) : (rank + 1) * len(output)]

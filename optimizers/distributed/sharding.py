@@ -22,10 +22,10 @@ def any_sharded(tensors: Collection[Any]) -> bool:
 def refuse_sharded(model: Any, what: str) -> None:
     """Refuse a model with sharded parameters; names the first."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    found = [name for name, p in named if is_sharded(p)]
-    if found:
+    sharded = [name for name, p in named if is_sharded(p)]
+    if sharded:
         raise NotImplementedError(
-            f"{what}: {found[0]} is spread over processes (FSDP), where only the plain steps of KFAC and EKFAC work; "
+            f"{what}: {sharded[0]} is spread over processes (FSDP), where only the plain steps of KFAC and EKFAC work; "
             "use DistributedDataParallel, which all optimizers work with"
         )
 
@@ -60,14 +60,14 @@ def to_shard(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def sum_over_shards(found: Tensor, parameters: Sequence[Any]) -> Tensor:
+def sum_over_shards(numbers: Tensor, parameters: Sequence[Any]) -> Tensor:
     """Sum numbers (n,), one for each parameter's local shard, over the processes that hold its other shards."""
     for mesh, placements in dict.fromkeys((p.device_mesh, p.placements) for p in parameters if is_sharded(p)):
-        own = [is_sharded(p) and (p.device_mesh, p.placements) == (mesh, placements) for p in parameters]
-        alike = torch.tensor(own, device=found.device)
-        summed = torch.where(alike, found, 0)
+        are_alike = [is_sharded(p) and (p.device_mesh, p.placements) == (mesh, placements) for p in parameters]
+        alike = torch.tensor(are_alike, device=numbers.device)
+        summed = torch.where(alike, numbers, 0)
         for dim, placement in enumerate(placements):
             if placement.is_shard():
                 dist.all_reduce(summed, group=mesh.get_group(dim))
-        found = torch.where(alike, summed, found)
-    return found
+        numbers = torch.where(alike, summed, numbers)
+    return numbers

@@ -47,23 +47,23 @@ class Team:
             self.device = device
             self._set_up()
 
-    def summed(self, own: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def summed(self, measured: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Sums over all processes of what they have measured; zeros where none has."""
-        self.layout = self._agreed(self.layout | {key: (tuple(x.shape), x.dtype) for key, x in own.items()})
+        self.layout = self._agree_on(self.layout | {key: (tuple(x.shape), x.dtype) for key, x in measured.items()})
         zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=self.device)
-        each = [own[key] if key in own else zeros(*form) for key, form in self.layout.items()]
+        each = [measured[key] if key in measured else zeros(*form) for key, form in self.layout.items()]
         return dict(zip(self.layout, self.processes.all_reduce_sums(each), strict=True))
 
-    def _agreed(self, own: Layout) -> Layout:
+    def _agree_on(self, ours: Layout) -> Layout:
         """The union of the layouts in one order; makes missing blocks."""
-        mark = float(zlib.crc32(repr(own).encode()))
+        mark = float(zlib.crc32(repr(ours).encode()))
         most, least = self.processes.all_reduce_max([mark, -mark])
         if most == -least:
-            return own
+            return ours
         blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
         union: Layout = {}
         states: dict[str, Any] = {}
-        for layout, others in self.processes.all_gather_objects((own, blocks)):
+        for layout, others in self.processes.all_gather_objects((ours, blocks)):
             for key, form in layout.items():
                 if union.setdefault(key, form) != form:
                     raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")

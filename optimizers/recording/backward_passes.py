@@ -48,15 +48,16 @@ class Measured:
 
     def add_up(self, team: Team) -> None:
         """Replace all by what all processes have measured; sums by name of block ("" for the outputs) and of sum."""
-        own, processes = self.curvature, team.processes
-        team.store.gather(own, processes.all_gather_objects)
-        each = {name: block.sums(processes.rank, processes.size) for name, block in own.blocks.items()}
+        curvature, processes = self.curvature, team.processes
+        team.store.gather(curvature, processes.all_gather_objects)
+        each = {name: block.sums(processes.rank, processes.size) for name, block in curvature.blocks.items()}
         sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
-        sums |= {("", k): x for k, x in self.outputs.items()} | {(name, ALONG): x for name, x in own.along.items()}
+        sums |= {("", k): x for k, x in self.outputs.items()}
+        sums |= {(name, ALONG): x for name, x in curvature.along.items()}
         sums = team.summed(sums)
-        own.along = {name: x for (name, k), x in sums.items() if k == ALONG}
+        curvature.along = {name: x for (name, k), x in sums.items() if k == ALONG}
         self.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
-        own.blocks = team.store.statistics_from({pair: x for pair, x in sums.items() if pair[1] != ALONG})
+        curvature.blocks = team.store.statistics_from({pair: x for pair, x in sums.items() if pair[1] != ALONG})
 
 
 class Passes:

@@ -147,13 +147,13 @@ class LayerBackprops(LossBackprops):
     def _at_output(self, recorded: RecordedPass, output: Tensor, gradient: Tensor) -> None:
         if self._takes(recorded, gradient):
             self._begin(recorded)
-            arrived, count = self._arrived(recorded), recorded.batch.count
+            arrived, count = self._of_pass(recorded), recorded.batch.count
             if not output.ndim:  # a loss, as the mean of that of each sample
                 output, gradient = output.expand(count), gradient.expand(count) / count
             squares = squares_along(regular(output), regular(gradient))
             arrived.squares = arrived.squares + squares.to(arrived.squares.device)
 
-    def _arrived(self, recorded: RecordedPass) -> Arrived:
+    def _of_pass(self, recorded: RecordedPass) -> Arrived:
         if recorded not in self.arrived:
             zero = _parameters(recorded.tape)[0].new_zeros((), dtype=torch.float32)
             self.arrived[recorded] = Arrived([None] * len(recorded.tape.uses), zero)
@@ -166,8 +166,8 @@ class LayerBackprops(LossBackprops):
     def _at_use(self, recorded: RecordedPass, index: int, number: int, gradients: Sequence[Tensor]) -> None:
         if self._takes(recorded, gradients[number]):
             self._begin(recorded)
-            backprops = self._arrived(recorded).backprops
-            b, before = _widened(gradients[number]).reshape(recorded.tape.uses[index].shape), backprops[index]
+            backprops = self._of_pass(recorded).backprops
+            b, before = _widen(gradients[number]).reshape(recorded.tape.uses[index].shape), backprops[index]
             backprops[index] = b if before is None else before + b
 
     def _at_computed(
@@ -176,7 +176,7 @@ class LayerBackprops(LossBackprops):
         """The readers of the tensor have got their backprops, and the graph behind it is still there."""
         recorded, read = waiting(), node()
         if recorded is not None and read is not None and self._takes(recorded, gradient):
-            arrived = self._arrived(recorded)
+            arrived = self._of_pass(recorded)
             with self._sending(gradient.device):
                 sums = self.store.weighted_gradients(recorded.tape, read, arrived.backprops, signs)
             arrived.whole |= {(read, name): g for name, g in sums.items()}
@@ -185,7 +185,7 @@ class LayerBackprops(LossBackprops):
         recorded = waiting()
         if recorded is not None and self._takes(recorded, gradient):
             self._begin(recorded)
-            key, g, whole = (None, name), _widened(gradient), self._arrived(recorded).whole
+            key, g, whole = (None, name), _widen(gradient), self._of_pass(recorded).whole
             whole[key] = whole[key] + g if key in whole else g
 
     def measured(self, scale: float) -> Iterator[Measured]:
@@ -208,7 +208,7 @@ def _parameters(tape: Tape) -> list[Tensor]:
     return [node.tensor for node in tape.parameters.values()]
 
 
-def _widened(gradient: Tensor) -> Tensor:
+def _widen(gradient: Tensor) -> Tensor:
     """Scaled or not, single precision does not overflow."""
     return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
 

@@ -151,12 +151,12 @@ class OutputScale:
             return
         first = sums["squares"]
         numbers = [x.reshape(-1).to(first.device) for x in (first, sums["numbers"], *along.values())]
-        squares, count, entries, *found = torch.cat(numbers).tolist()
+        squares, count, entries, *energies = torch.cat(numbers).tolist()
         if entries > 0 and math.isfinite(squares):
             self.rms = math.sqrt(squares / entries)
         if entries > 0:
             self.entries_per_sample = entries / count
-        self.along = {name: square / count for name, square in zip(along, found, strict=True)}
+        self.along = {name: square / count for name, square in zip(along, energies, strict=True)}
 
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Recorder:
         self.substitute = ""  # what replaces `inject`, and why
         self.was_empty = False  # whether the last recorded batch was empty
         self.is_paused = False
-        self.listener = Listener(model, weakly(self._start), weakly(self._done), True)
+        self.listener = Listener(model, weakly(self._start), weakly(self._end), True)
         weakref.finalize(self, self.listener.remove)
 
     # -- which passes are recorded
@@ -109,7 +109,7 @@ class Recorder:
         is_due = torch.is_grad_enabled() and self.may_be_due() and not is_transformed(self.model)
         return Tape(self.model, self.parameters()) if is_due else None
 
-    def _done(self, tape: Tape, output: Any) -> None:
+    def _end(self, tape: Tape, output: Any) -> None:
         try:
             with self.paused(), self.monitor.timed("capture"), self.monitor.watching():
                 self.record(tape, output)
@@ -122,8 +122,8 @@ class Recorder:
         """Measure a recorded forward pass that returned `output`, or wait for its backward pass."""
         if not tape.parameters:  # all are frozen: a judge through which a generator is trained
             return
-        found = find_outputs(tape, output)
-        outputs, count = found.tensors, found.count
+        returned = find_outputs(tape, output)
+        outputs, count = returned.tensors, returned.count
         hidden = [name for name, node in tape.parameters.items() if not node.uses]
         if hidden and is_checkpointed(outputs):
             raise RuntimeError(
@@ -135,31 +135,31 @@ class Recorder:
             return
         if not outputs:
             self._substitute(empirical(), SUBSTITUTE)
-            self._listen(tape, found.sources, count)
+            self._listen(tape, returned.sources, count)
         elif self.inject == empirical():
-            self._listen(tape, found.sources, count)
+            self._listen(tape, returned.sources, count)
         elif len(outputs) > 1 and self.loss is not None:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
             inject = self.inject if self.inject.is_isotropic else isotropic()
             self._substitute(inject, why)
             vectors = [self._vectors(inject, None, x.detach(), None) for x in outputs]
-            self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
+            self._send_back(tape, returned, vectors, OutputScale.of(outputs), independent=True)
         else:
-            self._send_loss_back(tape, found)
+            self._send_loss_back(tape, returned)
 
-    def _send_loss_back(self, tape: Tape, found: ModelOutputs) -> None:
+    def _send_loss_back(self, tape: Tape, outputs: ModelOutputs) -> None:
         """Send the vectors of the injection back; classes are on the axis that the loss says, by default on axis 1."""
-        first, is_isotropic = found.tensors[0], self.inject.is_isotropic
-        is_open = self._has_classes(self.loss) and not is_isotropic and first is found.sources[0] and first.ndim > 2
+        first, is_isotropic = outputs.tensors[0], self.inject.is_isotropic
+        is_open = self._has_classes(self.loss) and not is_isotropic and first is outputs.sources[0] and first.ndim > 2
         axis = getattr(self.loss, "class_axis", 1) if is_open else 1
-        pairs = zip(found.tensors, found.targets, strict=True)
+        pairs = zip(outputs.tensors, outputs.targets, strict=True)
         vectors = [self._vectors(self.inject, self.loss, x.detach(), y, axis) for x, y in pairs]
         if is_isotropic:
-            sums = OutputScale.of(found.tensors)
+            sums = OutputScale.of(outputs.tensors)
         else:
-            sums = OutputScale.in_metric(stack(map(squares_along, found.tensors, vectors)).sum(), len(first))
+            sums = OutputScale.in_metric(stack(map(squares_along, outputs.tensors, vectors)).sum(), len(first))
         check = functools.partial(self._check_class_axis, axis) if is_open and not self.is_axis_checked else None
-        self._send_back(tape, found, vectors, sums, is_isotropic, check)
+        self._send_back(tape, outputs, vectors, sums, is_isotropic, check)
 
     def _check_class_axis(self, axis: int, gradient: Tensor) -> None:
         """Once: raise where the gradient of the loop's loss has its classes on the other axis."""
@@ -192,14 +192,14 @@ class Recorder:
             warn_once(why, logger="optimizers")
 
     def _send_back(
-        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False,
+        self, tape: Tape, outputs: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False,
         check: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
         """Measure vectors of a pass, which counts once a gradient arrives that `check` lets through."""
-        trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(found.count, independent)
-        with torch.autocast(found.tensors[0].device.type, enabled=False):
-            measured = Measured(self.store.measure(tape, found.tensors, as_many(vectors), batch), sums)
-        self.passes.wait(measured, found.sources, trained, check)
+        trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(outputs.count, independent)
+        with torch.autocast(outputs.tensors[0].device.type, enabled=False):
+            measured = Measured(self.store.measure(tape, outputs.tensors, as_many(vectors), batch), sums)
+        self.passes.wait(measured, outputs.sources, trained, check)
 
     def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1) -> Tensor:
         """The vectors (k, *output.shape), given the axis of classes, if there are any."""
@@ -231,8 +231,8 @@ class Recorder:
             raise RuntimeError(self.listener.problem)
         self.passes.settle()
         self.loss_backprops.deliver(self._loss_scale)
-        found, self.passes.total = self.passes.total, Measured()
-        return found
+        measured, self.passes.total = self.passes.total, Measured()
+        return measured
 
     def _loss_scale(self) -> float:
         """The factor that a GradScaler put on the loss."""

@@ -67,7 +67,7 @@ class AdaptiveStep(StepRule):
         preconditioner = context.preconditioner
         if preconditioner.has_seen_empty_batches_only():
             return Outcome(loss, is_skipped=True)
-        renewal = _renewed_if_finite(context, loss)
+        renewal = _renew_if_finite(context, loss)
         if renewal is None and self.last:
             loss, renewal = self._before_last_step(context, replay)
             rollbacks = int(renewal is not None)
@@ -94,7 +94,7 @@ class AdaptiveStep(StepRule):
         there = self._back(dict(replay.model.named_parameters()))
         with context.preconditioner.monitor.timed("closure"):
             loss = replay.again()
-        renewal = _renewed_if_finite(context, loss)
+        renewal = _renew_if_finite(context, loss)
         if renewal is None:  # it was the batch
             there.move({})
         else:
@@ -115,18 +115,18 @@ class AdaptiveStep(StepRule):
 
     def _back(self, parameters: Named) -> Origin:
         """Take the last step back; where the parameters were after it."""
-        found = Origin({name: parameters[name] for name in self.start})
+        after = Origin({name: parameters[name] for name in self.start})
         for name, value in self.start.items():
             parameters[name].copy_(value)
-        return found
+        return after
 
     def _confirm(self, before: float, loss: float) -> None:
         """Note how much of the last step's progress a new batch has seen, too."""
-        found = (before - loss) / self.progress
-        if math.isfinite(found):
+        share = (before - loss) / self.progress
+        if math.isfinite(share):
             self.batches += 1
             weight = max(1 - CONFIRMED_DECAY, 1 / (PRIOR_BATCHES + self.batches))
-            self.confirmed += weight * (min(1.0, max(-1.0, found)) - self.confirmed)
+            self.confirmed += weight * (min(1.0, max(-1.0, share)) - self.confirmed)
 
     def move(
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
@@ -171,7 +171,7 @@ class AdaptiveStep(StepRule):
         def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named, float]]:
             alpha = lr * model.minimum(damping)
             expected = model.value(alpha, 0.0)
-            step = _combined(directions, alpha.tolist())
+            step = _combine(directions, alpha.tolist())
             origin.move(step)
             return (widen(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step, expected)
 
@@ -246,8 +246,8 @@ class HandOverStep(StepRule):
         return self.then.empty_state(p, options)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"first": self.first.state_dict(), "then": self.then.state_dict()}
-        return own | {"step_of_change": self.step_of_change, "intervals": self.intervals}
+        rules = {"first": self.first.state_dict(), "then": self.then.state_dict()}
+        return rules | {"step_of_change": self.step_of_change, "intervals": self.intervals}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         self.first.load_state_dict(state["first"], trained)
@@ -256,7 +256,7 @@ class HandOverStep(StepRule):
         self.then.first_step = max(self.step_of_change, 0)
 
 
-def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
+def _renew_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
     """What `StepContext.renew` renews if loss and gradients are finite."""
     gradients = context.gradients()
     return context.renew(gradients) if are_finite([loss, *gradients.values()]) else None
@@ -281,12 +281,12 @@ def grouped(layers: Sequence[Named]) -> list[dict[str, Tensor]]:
     return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _combined(directions: Sequence[Named], alpha: Sequence[float]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _combine(directions: Sequence[Named], alpha: Sequence[float]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
     for direction, factor in zip(directions, alpha, strict=True):
         for name, d in direction.items():
-            found[name] = found[name].add_(d, alpha=factor) if name in found else d * factor
-    return found
+            total[name] = total[name].add_(d, alpha=factor) if name in total else d * factor
+    return total
 
 
 def _products(directions: Sequence[Named], groups: int, gradients: Named) -> tuple[Tensor, Tensor]:
@@ -301,5 +301,5 @@ def _products(directions: Sequence[Named], groups: int, gradients: Named) -> tup
 
 def _inner(one: Named, other: Named) -> Tensor:
     """A scalar."""
-    found = [inner(d, other[name]) for name, d in one.items() if name in other]
-    return widen(stack(found)).sum() if found else widen(next(iter(one.values())).new_zeros(()))
+    products = [inner(d, other[name]) for name, d in one.items() if name in other]
+    return widen(stack(products)).sum() if products else widen(next(iter(one.values())).new_zeros(()))

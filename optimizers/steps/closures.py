@@ -63,13 +63,13 @@ def check_computed(values: Sequence[Tensor], model: nn.Module, start: int, what:
 def checked_value(value: Any) -> Tensor:
     """The value of a closure; refuses what is neither a loss nor residuals."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{EXPECTED}; found {_described(value)}")
+        raise TypeError(f"{EXPECTED}; found {_describe(value)}")
     if value.ndim > 1:
         raise TypeError(f"{EXPECTED}; found shape {tuple(value.shape)}")
     return value
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "None: return the loss at its end"
     if isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(x, Tensor) for x in value):
@@ -134,10 +134,8 @@ class ClosureWatch(TorchFunctionMode):
         # not if the loss comes from a backward pass before the step
         is_expected = self.calls_model or not has_gradients
         if self.before and loss.requires_grad and not self.has_sent_back and is_expected:
-            found = f"a loss ({float(loss.detach()):.3g})"
-            raise RuntimeError(
-                f"closure: it returned {found} and has sent no gradient back; call loss.backward() in it"
-            )
+            what = f"a loss ({float(loss.detach()):.3g})"
+            raise RuntimeError(f"closure: it returned {what} and has sent no gradient back; call loss.backward() in it")
 
 
 def _is_new(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:
@@ -189,10 +187,10 @@ class Call:
 
     def agrees(self, outputs: Sequence[Tensor], stride: int) -> bool:
         """Whether outputs equal every stride-th row of the call's own outputs, up to rounding."""
-        own = _floats(self.output)
-        if self.is_changed or len(own) != len(outputs):
+        outputs_then = _floats(self.output)
+        if self.is_changed or len(outputs_then) != len(outputs):
             return self.is_changed
-        rows = [x[::stride] if x.ndim else x for x in own]
+        rows = [x[::stride] if x.ndim else x for x in outputs_then]
         rough = self.rounding**0.5
         return all(a.shape == b.shape and _close(a, b, rough) for a, b in zip(rows, outputs, strict=True))
 
@@ -297,9 +295,9 @@ class Replay:
         try:
             are_real = all(_floats(c.output) and not any(map(torch.is_complex, _tensors(c.output))) for c in self.calls)
             if are_real and not self.has_transformed:
-                found = self._gauss_newton(directions, stride)
-                if found is not None and bool(found.any()):
-                    return found
+                products = self._gauss_newton(directions, stride)
+                if products is not None and bool(products.any()):
+                    return products
             return self._hessian(directions)
         except RuntimeError as error:
             if not any(phrase in str(error) for phrase in WITHOUT_SECOND_DERIVATIVE):
@@ -314,8 +312,8 @@ class Replay:
         with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable(), WithoutBackward():
             loss = self.closure()
             _require_second_derivatives([loss])
-            found = _products(loss, [], [[] for _ in directions], [], parameters, directions)
-        return self.mean(found)
+            products = _products(loss, [], [[] for _ in directions], [], parameters, directions)
+        return self.mean(products)
 
     def _gauss_newton(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor | None:
         """None where the closure computes its loss from more than the model's outputs, hidden features for example."""
@@ -331,8 +329,8 @@ class Replay:
                 others += [] if is_same else [call]
                 outputs = _floats(output)
                 _require_second_derivatives(outputs)
-                found = changes_by_backward_passes(outputs, parameters, directions)
-                for moved, rows in zip(changes, found, strict=True):
+                of_call = changes_by_backward_passes(outputs, parameters, directions)
+                for moved, rows in zip(changes, of_call, strict=True):
                     moved += rows
                 leaf = lambda x: x.detach().requires_grad_() if x.is_floating_point() else x
                 shown.append(map_tensors(leaf, output if call.is_changed else call.output))
@@ -372,7 +370,7 @@ class Replay:
 
     def _outside(self, shown: Sequence[Any]) -> Tensor | None:
         """The loss that the closure computes from given outputs, without running the model; None where it cannot."""
-        own = self.model.__dict__.get("forward")
+        forward = self.model.__dict__.get("forward")
         try:
             with self._as_first(), torch.enable_grad(), WithoutBackward():
                 queue = iter([map_tensors(Tensor.clone, output) for output in shown])  # the closure may change them
@@ -382,8 +380,8 @@ class Replay:
             return None
         finally:
             self.model.__dict__.pop("forward", None)
-            if own is not None:
-                self.model.forward = own
+            if forward is not None:
+                self.model.forward = forward
 
 
 def _require_second_derivatives(results: Sequence[Tensor]) -> None:
@@ -402,16 +400,17 @@ def _products(
             "closure detaches it: use manual optimization)"
         )
     inputs, strides = [*outputs, *parameters.values()], [*strides, *[1] * len(parameters)]
-    found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-    live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
+    gradients = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+    live = [n for n, g in enumerate(gradients) if g is not None and g.requires_grad]
     total = widen(loss.new_zeros(len(changes), len(changes)))
     if not live:
         return total
-    moved: list[list[Any]] = [[*own, *map(d.get, parameters)] for own, d in zip(changes, directions, strict=True)]
+    moved: list[list[Any]] = [[*some, *map(d.get, parameters)] for some, d in zip(changes, directions, strict=True)]
     bent = []
-    for own in moved:
-        sent = [_spread(own[n], inputs[n], strides[n]) for n in live]
-        bent.append(torch.autograd.grad([found[n] for n in live], inputs, sent, retain_graph=True, allow_unused=True))
+    for along in moved:
+        sent = [_fill_rows(along[n], inputs[n], strides[n]) for n in live]
+        through = [gradients[n] for n in live]
+        bent.append(torch.autograd.grad(through, inputs, sent, retain_graph=True, allow_unused=True))
     for n, stride in enumerate(strides):
         rows = [b[n] if b[n] is None or stride == 1 else b[n][::stride] for b in bent]
         factor = len(inputs[n]) / math.ceil(len(inputs[n]) / stride) if stride > 1 else 1.0
@@ -434,12 +433,12 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, tree)
+    return tensors
 
 
-def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
+def _fill_rows(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
     """A change of every stride-th row, or none, as a change of all rows."""
     if change is not None and stride == 1:
         return change.to(like.dtype)
@@ -454,5 +453,5 @@ def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Te
     (like, *_) = (x for x in columns if x is not None)
     wide = torch.promote_types(like.dtype, torch.float32)
     zeros = torch.zeros_like(like).flatten()
-    own, other = (torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide) for side in (rows, columns))
-    return widen(own @ other.T)
+    flat = lambda side: torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide)
+    return widen(flat(rows) @ flat(columns).T)

@@ -111,7 +111,7 @@ class Spring:
 def _dampings(context: StepContext, layout: Layout) -> list[float]:
     """The damping that the block of each layer was decomposed with; zero where there is none."""
     blocks = {name: block for block in context.preconditioner.blocks for name in block.names}
-    found = [getattr(blocks.get(first), "damping", None) for first, *_ in layout.layers]
-    tensors = [x for x in found if isinstance(x, Tensor)]
+    dampings = [getattr(blocks.get(first), "damping", None) for first, *_ in layout.layers]
+    tensors = [x for x in dampings if isinstance(x, Tensor)]
     numbers = iter(joined(tensors, layout.home).tolist() if tensors else ())
-    return [next(numbers) if isinstance(x, Tensor) else float(x or 0.0) for x in found]
+    return [next(numbers) if isinstance(x, Tensor) else float(x or 0.0) for x in dampings]

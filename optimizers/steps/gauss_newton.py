@@ -47,21 +47,21 @@ class GaussNewtonStep(ResidualStep):
         with context.preconditioner.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
             problem.prepare(0.0 if self._by_damping else shared["damping"] or 0.0)
-        own = {name: context.trained[name] for name in jacobian.shapes}
-        self.moves = aligned(self.moves, own)
+        parameters = {name: context.trained[name] for name in jacobian.shapes}
+        self.moves = aligned(self.moves, parameters)
 
         def evaluate() -> tuple[Tensor, Tensor]:
-            found = replay.residuals()
-            return found.square().sum() / 2, found
+            residuals = replay.residuals()
+            return residuals.square().sum() / 2, residuals
 
-        search = LineSearch(own, loss, evaluate, self._counts)
+        search = LineSearch(parameters, loss, evaluate, self._counts)
         step = _Step(self, problem, replay.values, search, context)
         with search.start:
-            entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
-            accept(search, found, context.options)
-        is_kept = shared["momentum"] and found.step_size
-        self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
-        return entry | {"accepted": found.step_size > 0, "step_size": found.step_size}
+            entry, point = step.levenberg_marquardt() if self._by_damping else step.line_search()
+            accept(search, point, context.options)
+        is_kept = shared["momentum"] and point.step_size
+        self.moves = [problem.jacobian.split(point.displacement)] if is_kept else []
+        return entry | {"accepted": point.step_size > 0, "step_size": point.step_size}
 
 
 class _Step:
@@ -80,17 +80,17 @@ class _Step:
         memory, loss = self.memory, self.search.origin.loss
         best, count = self.search.origin, 0
         d = self._direction(self.damping)
-        left = self._promised(d)
+        left = self._linear_loss(d)
         memory.wait = max(0, memory.wait - 1)
         for cutoff in CUTOFFS if self.damping == 0 and not memory.wait else CUTOFFS[:1]:
             if cutoff:
                 d = self._direction(self.damping, cutoff)
             with self.timed("trials"):
-                found = self.search.lowest(d.mul, self.search.origin, "straight")
+                lowest = self.search.lowest(d.mul, self.search.origin, "straight")
                 promised = loss - float(left)
                 if promised >= NEAR_MINIMUM * loss:
-                    found = self._bent(d, found, cutoff)
-            best = min(best, found, key=lambda point: point.loss)
+                    lowest = self._bend(d, lowest, cutoff)
+            best = min(best, lowest, key=lambda point: point.loss)
             if loss - best.loss > LEAST_PROGRESS * promised:
                 memory.pause = 1
                 break
@@ -107,10 +107,10 @@ class _Step:
 
         def attempt(damping: float) -> tuple[Tensor, LinePoint]:
             d = self._direction(damping)
-            expected = loss - self._promised(d)
+            expected = loss - self._linear_loss(d)
             with self.timed("trials"):
-                found, _ = self.search.evaluated(d)
-            return torch.where(expected > 0, (loss - found) / expected, math.nan), LinePoint(d, math.nan, None, 1.0)
+                after, _ = self.search.evaluated(d)
+            return torch.where(expected > 0, (loss - after) / expected, math.nan), LinePoint(d, math.nan, None, 1.0)
 
         trial = first_accepted(attempt, memory.damping, device=self.values.device)
         memory.damping = trial.next_damping(largest)
@@ -126,14 +126,14 @@ class _Step:
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
             return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)
 
-    def _promised(self, d: Tensor) -> Tensor:
+    def _linear_loss(self, d: Tensor) -> Tensor:
         """The loss () after a step, were the residuals linear."""
         return loss_of(self.values + self._times(d))
 
     def _times(self, d: Tensor) -> Tensor:
         return self.problem.times(self.problem.jacobian.split(d))
 
-    def _bent(self, d: Tensor, best: LinePoint, cutoff: float) -> LinePoint:
+    def _bend(self, d: Tensor, best: LinePoint, cutoff: float) -> LinePoint:
         """The better of the best straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once."""
         solve = lambda v: times_lr(self.problem.solve(-v, self.damping, cutoff), self.options)
         search, origin = self.search, self.search.origin
@@ -148,5 +148,5 @@ class _Step:
             return best
         assert best.residuals is not None
         correction = solve(best.residuals)
-        found = search.lowest(lambda t: best.displacement + t * correction, best, "corrected")
-        return LinePoint(found.displacement, found.loss, found.residuals, best.step_size)
+        corrected = search.lowest(lambda t: best.displacement + t * correction, best, "corrected")
+        return LinePoint(corrected.displacement, corrected.loss, corrected.residuals, best.step_size)

@@ -76,8 +76,8 @@ class Layout:
     @functools.cached_property
     def owners(self) -> list[Layer]:
         """For each layer what it is a part of; empty if all are whole."""
-        found = [self.whole.get(layer[0], layer) for layer in self.layers]
-        return found if len(set(found)) < len(found) else []
+        owners = [self.whole.get(layer[0], layer) for layer in self.layers]
+        return owners if len(set(owners)) < len(owners) else []
 
     @functools.cached_property
     def names_by_run(self) -> list[list[str]]:
@@ -87,13 +87,13 @@ class Layout:
     @functools.cached_property
     def places(self) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
         """Of each run: shape, strides and offset of its tensors."""
-        found = []
+        of_runs = []
         for run, sizes in zip(self.runs, self.sizes, strict=True):
             each = [family.places for family in run for _ in family.layers]
             starts = itertools.accumulate(sizes, initial=0)
             both = [(start, place) for start, places in zip(starts, each, strict=False) for place in places]
-            found.append([(shape, strides, start + offset) for start, (shape, strides, offset) in both])
-        return found
+            of_runs.append([(shape, strides, start + offset) for start, (shape, strides, offset) in both])
+        return of_runs
 
     @functools.cached_property
     def sizes(self) -> list[list[int]]:
@@ -119,18 +119,18 @@ class LayerVector(Mapping[str, Tensor]):
         """Copies of tensors."""
         sizes = map(sum, layout.sizes)
         each = [tensors[names[0]].new_empty(size) for names, size in zip(layout.names_by_run, sizes, strict=True)]
-        found = LayerVector(layout, each)
+        copy = LayerVector(layout, each)
         for names in layout.names_by_run:
-            torch._foreach_copy_([found.views[name] for name in names], [tensors[name] for name in names])
-        return found
+            torch._foreach_copy_([copy.views[name] for name in names], [tensors[name] for name in names])
+        return copy
 
     @functools.cached_property
     def views(self) -> dict[str, Tensor]:
-        names, found = iter(self.layout.names), {}
+        names, views = iter(self.layout.names), {}
         for vector, places in zip(self.vectors, self.layout.places, strict=True):
             for shape, strides, offset in places:
-                found[next(names)] = vector.as_strided(shape, strides, offset)
-        return found
+                views[next(names)] = vector.as_strided(shape, strides, offset)
+        return views
 
     @functools.cached_property
     def layers(self) -> list[Tensor]:
@@ -141,11 +141,11 @@ class LayerVector(Mapping[str, Tensor]):
     @functools.cached_property
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
-        found = []
+        rows = []
         for vector, (sizes, counts) in zip(self.vectors, self.layout.rows, strict=True):
             for x, count in zip(vector.split_with_sizes(sizes), counts, strict=True):
-                found.append(x.view(count, -1))
-        return found
+                rows.append(x.view(count, -1))
+        return rows
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -187,8 +187,8 @@ class LayerVector(Mapping[str, Tensor]):
             if not factor:
                 x.zero_()
         left = iter(factors)
-        for own in by_device(self.layers):
-            torch._foreach_mul_(own, [next(left) for _ in own])
+        for some in by_device(self.layers):
+            torch._foreach_mul_(some, [next(left) for _ in some])
 
 
 def of_states(
@@ -203,11 +203,11 @@ def of_states(
         views = kept.views.values()
         if all(map(operator.is_, known, views)) or all(map(_is_view, known, views)):
             return kept
-    own = [trained[name] for name in layout.names]
+    parameters = [trained[name] for name in layout.names]
     # a parameter that has grown has no state any more
-    each = zip(known, own, strict=True)
-    found = [to_local(torch.zeros_like(p) if x is None or x.shape != p.shape else x) for x, p in each]
-    return LayerVector.of(layout, dict(zip(layout.names, found, strict=True)))
+    each = zip(known, parameters, strict=True)
+    entries = [to_local(torch.zeros_like(p) if x is None or x.shape != p.shape else x) for x, p in each]
+    return LayerVector.of(layout, dict(zip(layout.names, entries, strict=True)))
 
 
 def to_states(vector: LayerVector, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> None:
@@ -238,17 +238,17 @@ def _layout(layers: tuple[Layer, ...], forms: tuple[tuple[str, tuple[int, ...], 
     named = {form[0]: form for form in forms}
     parts = [tuple(name for name in layer if name in named) for layer in layers]
     layer_of = {name: layer for layer in parts for name in layer}
-    found: dict[Any, dict[Shapes, list[Layer]]] = {}
+    forms_of: dict[Any, dict[Shapes, list[Layer]]] = {}
     for layer in dict.fromkeys(layer_of.get(name, (name,)) for name in named):
-        for own, alike in itertools.groupby((named[name] for name in layer), operator.itemgetter(2)):
+        for kind, alike in itertools.groupby((named[name] for name in layer), operator.itemgetter(2)):
             names, shapes, _ = zip(*alike, strict=True)
-            found.setdefault(own, {}).setdefault(shapes, []).append(names)
+            forms_of.setdefault(kind, {}).setdefault(shapes, []).append(names)
     family = lambda shapes, layers, device: Family(tuple(layers), shapes, _rows(shapes, device))
-    runs = {own: tuple(family(*form, own[0]) for form in of.items()) for own, of in found.items()}
+    runs = {kind: tuple(family(*form, kind[0]) for form in of.items()) for kind, of in forms_of.items()}
     devices = list(dict.fromkeys(device for device, _, _ in runs))
     home = devices[0] if devices else torch.device("cpu")
-    ordered = sorted(runs, key=lambda own: devices.index(own[0]))
-    return Layout(tuple(runs[own] for own in ordered), home, layer_of)
+    ordered = sorted(runs, key=lambda kind: devices.index(kind[0]))
+    return Layout(tuple(runs[kind] for kind in ordered), home, layer_of)
 
 
 def _rows(shapes: Shapes, device: torch.device) -> int:
@@ -268,7 +268,7 @@ def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each tensor, in single precision at least, in one call for each device."""
     dtype = at_least_single(tensors)
-    return [x for own in by_device(tensors) for x in torch._foreach_norm(own, 2, dtype)]
+    return [x for some in by_device(tensors) for x in torch._foreach_norm(some, 2, dtype)]
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

@@ -104,13 +104,13 @@ class LineSearchStep(StepRule):
             g = LayerVector.of(layout_of_step(context, gradients), gradients)
             direction = self.direction(context, g, unit=1.0)
             direction.keep()
-        own = {name: context.trained[name] for name in direction.u}
-        search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
+        parameters = {name: context.trained[name] for name in direction.u}
+        search = LineSearch(parameters, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(direction.u, context.options)
         with timed("trials"), search.start:
-            found = search.lowest(step.mul, search.origin, "straight")
-            accept(search, found, context.options)
-        entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}
+            lowest = search.lowest(step.mul, search.origin, "straight")
+            accept(search, lowest, context.options)
+        entry = {"loss": loss, "accepted": lowest.step_size > 0, "step_size": lowest.step_size}
         entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}
         return Outcome(loss, entry=entry, renewal=renewal)
 

@@ -38,7 +38,7 @@ class Quadratic:
 
     def minimum(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
         """The coefficients (k,) of the damped minimum; zero along directions that are zero."""
-        matrix, scale = self._scaled(damping)
+        matrix, scale = self._normalize(damping)
         values, vectors = symmetric_eigh(matrix)
         values = values.abs()  # saddle-free Newton, arXiv:1406.2572
         # directions that are the same to the precision of the products are not told apart
@@ -48,12 +48,12 @@ class Quadratic:
 
     def minimum_nearby(self, damping: float, least: float = SINGLE_PRECISION) -> tuple[Tensor, Tensor]:
         """About `minimum`, of a positive semi-definite model, without eigenvalues; a flag () says if it can be used."""
-        matrix, scale = self._scaled(damping)
+        matrix, scale = self._normalize(damping)
         matrix.diagonal().add_(least * len(matrix))
         root, ok = try_cholesky(matrix)
         return -scale * torch.cholesky_solve((scale * self.slopes)[:, None], root)[:, 0], ok
 
-    def _scaled(self, damping: float) -> tuple[Tensor, Tensor]:
+    def _normalize(self, damping: float) -> tuple[Tensor, Tensor]:
         """The damped matrix for directions that have a curvature of one, and what these are multiplied by."""
         matrix = self.curvature + damping * self.norms
         size = matrix.diagonal().abs()
@@ -65,8 +65,8 @@ class Quadratic:
         whole = torch.ones_like(self.slopes)
         norm, bend = (float(whole @ matrix @ whole) for matrix in (self.norms, self.curvature))
         size = bend if bend > 0 else abs(float(self.slopes @ whole))
-        found = FIRST_DAMPING * size / norm if norm > 0 else -1.0
-        return found if math.isfinite(found) and found > 0 else -1.0
+        damping = FIRST_DAMPING * size / norm if norm > 0 else -1.0
+        return damping if math.isfinite(damping) and damping > 0 else -1.0
 
     def value(self, alpha: Tensor, damping: float) -> float:
         """The predicted change of the loss."""
@@ -93,8 +93,8 @@ class Trial:
     @property
     def entry(self) -> dict[str, Any]:
         """For the history."""
-        own = {"damping": self.damping, "ratio": self.ratio, "rollbacks": self.rollbacks}
-        return {"accepted": self.is_accepted} | own
+        numbers = {"damping": self.damping, "ratio": self.ratio, "rollbacks": self.rollbacks}
+        return {"accepted": self.is_accepted} | numbers
 
     def next_damping(self, largest: float, shrink: float = SHRINK) -> float:
         """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less.

@@ -82,18 +82,18 @@ class ResidualReplay:
     def jacobian(self, model: nn.Module) -> Jacobian:
         """The Jacobian of all processes' residuals; reorders `values` to match its rows."""
         with torch.enable_grad():
-            own = Jacobian.of(self.own, model)
+            jacobian = Jacobian.of(self.own, model)
         if self.processes.size == 1:
-            return own
-        whole, self.order = own.gathered(self.processes.all_gather_objects)
+            return jacobian
+        whole, self.order = jacobian.gathered(self.processes.all_gather_objects)
         self.values = self.values[self.order]
         return whole
 
     def residuals(self) -> Tensor:
         """The residuals at the current parameters."""
         self.before.restore()
-        found = self.processes.concatenated(call_residuals(self.closure).detach())
-        return found if self.order is None else found[self.order]
+        residuals = self.processes.concatenated(call_residuals(self.closure).detach())
+        return residuals if self.order is None else residuals[self.order]
 
     def loss(self) -> Tensor:
         """The loss () at the current parameters; infinite if it is not finite."""
@@ -153,12 +153,12 @@ class ResidualStep(StepRule):
         return Outcome(loss, is_skipped=True)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        return own | {"moves": [dict(move) for move in own["moves"]]}
+        state = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return state | {"moves": [dict(move) for move in state["moves"]]}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        own = lambda move: {name: d.to(trained[name]) for name, d in move.items() if name in trained}
-        for name, value in {**state, "moves": [own(move) for move in state["moves"]]}.items():
+        like_parameters = lambda move: {name: d.to(trained[name]) for name, d in move.items() if name in trained}
+        for name, value in {**state, "moves": [like_parameters(move) for move in state["moves"]]}.items():
             setattr(self, name, value)
 
     def rows(self, model: nn.Module) -> list[Row]:
@@ -166,8 +166,8 @@ class ResidualStep(StepRule):
         rows = [Row(block.names, block.structure, block.describe(), reason=block.reason) for block in self._blocks]
         seen = {name for block in self._blocks for name in block.names}
         left = [(name, p) for name, p in model.named_parameters() if name not in seen]
-        found = [(name, self.otherwise if p.requires_grad else ("not trained", FROZEN)) for name, p in left]
-        return rows + [Row([name], what, reason=why) for name, (what, why) in found]
+        outside = [(name, self.otherwise if p.requires_grad else ("not trained", FROZEN)) for name, p in left]
+        return rows + [Row([name], what, reason=why) for name, (what, why) in outside]
 
 
 class Subspace:
@@ -188,17 +188,17 @@ class Subspace:
         if not directions:
             return
         self.directions += directions
-        found = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
-        self.dtype = found.dtype
-        columns = widen(found)
+        products = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
+        self.dtype = products.dtype
+        columns = widen(products)
         self.columns = torch.cat([self.columns, columns], 1)
-        self.curvature = _bordered(self.curvature, self.columns.mT @ columns)
+        self.curvature = _border(self.curvature, self.columns.mT @ columns)
         blocks = [[torch.diag(self._inner(d, other)) for other in self.directions] for d in directions]
-        self.norms = _bordered(self.norms, torch.cat([torch.cat(row) for row in blocks], 1))
+        self.norms = _border(self.norms, torch.cat([torch.cat(row) for row in blocks], 1))
 
     def _inner(self, one: Named, other: Named) -> Tensor:
-        found = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
-        return found.to(self.residuals.device)
+        products = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
+        return products.to(self.residuals.device)
 
     def bring_to_host(self) -> bool:
         """The model from now on is on the host, which waits once; returns whether the minima so far can be used."""
@@ -228,14 +228,14 @@ class Subspace:
         """``d``, in the shapes of the parameters."""
         whole = alpha.reshape(len(self.directions), len(self.groups))
         rows: Any = whole.tolist() if alpha.device.type == "cpu" else whole
-        found: dict[str, Tensor] = {}
+        total: dict[str, Tensor] = {}
         for direction, row in zip(self.directions, rows, strict=True):
             for group, factor in zip(self.groups, row, strict=True):
                 for name in group:
                     d = direction[name]
                     d = d * (factor.to(d.device) if isinstance(factor, Tensor) else factor)
-                    found[name] = found[name].add_(d) if name in found else d
-        return found
+                    total[name] = total[name].add_(d) if name in total else d
+        return total
 
 
 class SubspaceStep(ResidualStep):
@@ -250,9 +250,9 @@ class SubspaceStep(ResidualStep):
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         """See `ResidualStep`. The largest lr shortens the step, the others, relative to it, the directions."""
         jacobian, values, options = jacobian.merged(), replay.values, context.options
-        own = {name: context.trained[name] for name in jacobian.shapes}
-        self.moves = aligned(self.moves, own)
-        rates = {name: float(options[name]["lr"]) for name in own}
+        parameters = {name: context.trained[name] for name in jacobian.shapes}
+        self.moves = aligned(self.moves, parameters)
+        rates = {name: float(options[name]["lr"]) for name in parameters}
         lr, blocks = max(rates.values()), residual_blocks(jacobian)
         if lr == 0 or loss == 0:  # a schedule that starts at zero, or nothing left to do
             entry = {"accepted": True, "rollbacks": 0}
@@ -265,13 +265,13 @@ class SubspaceStep(ResidualStep):
             norm = max(sum(float(inner(g, g)) for g in gradient.values()), 1e-30)
             self.damping = FIRST_DAMPING * (max(float(jacobian.times(gradient).square().sum()), 1e-30) / norm)
         scales = {name: rate / lr for name, rate in rates.items()}
-        space = self._spanned(jacobian, values, gradient, scales)
+        space = self._span(jacobian, values, gradient, scales)
         if not space.bring_to_host():
-            space = self._spanned(jacobian, values, gradient, scales, is_careful=True)
+            space = self._span(jacobian, values, gradient, scales, is_careful=True)
             space.bring_to_host()
         return self._first_accepted(space, replay, context, lr, loss)
 
-    def _spanned(
+    def _span(
         self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float], is_careful: bool = False
     ) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
@@ -284,8 +284,8 @@ class SubspaceStep(ResidualStep):
             if k:
                 alpha = space.minimum(self.damping)
                 d = space.combined(alpha)
-                found = jacobian.transposed(space.left(alpha))
-                left = {name: g.add(d[name], alpha=self.damping) for name, g in found.items()}
+                remaining = jacobian.transposed(space.left(alpha))
+                left = {name: g.add(d[name], alpha=self.damping) for name, g in remaining.items()}
             solved: dict[str, Tensor] = {}
             for block, inverse in zip(self._blocks, inverses, strict=True):
                 solved |= block.solve(inverse, left)
@@ -328,7 +328,7 @@ def aligned(moves: Sequence[Named], trained: Named) -> list[dict[str, Tensor]]:
     return [{name: move.get(name, torch.zeros_like(p)) for name, p in trained.items()} for move in moves]
 
 
-def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:
+def _border(matrix: Tensor, columns: Tensor) -> Tensor:
     """A symmetric matrix with new columns (all rows) and the rows that mirror them."""
     old = len(matrix)
     return torch.cat([torch.cat([matrix, columns[:old].mT]), columns], 1)

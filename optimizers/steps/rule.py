@@ -51,8 +51,8 @@ class StepContext:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that the loop left in ``.grad``, by name; of sharded parameters, the local shard."""
         given = {name: g for name, p in self.trained.items() if (g := p.grad) is not None}
-        found = {name: g if g.layout is torch.strided else g.to_dense() for name, g in given.items()}
-        return {name: to_local(g) for name, g in found.items()} if any_sharded(found.values()) else found
+        strided = {name: g if g.layout is torch.strided else g.to_dense() for name, g in given.items()}
+        return {name: to_local(g) for name, g in strided.items()} if any_sharded(strided.values()) else strided
 
     def unscale_and_check_finite(self, gradients: Named) -> bool:
         """Divide gradients in place by the scale of a `torch.amp.GradScaler`, if there is one.
@@ -87,9 +87,9 @@ def layout_of_step(context: StepContext, tensors: Named) -> Layout:
     """Where a step keeps such tensors: those with the same options in one vector, layers of one form together."""
     options, states, trained = context.options, context.states, context.trained
     kinds: dict[str, Any] = {
-        name: (own["lr"], own.get("momentum"), own.get("damping"), states[name].get("weight"))
+        name: (group["lr"], group.get("momentum"), group.get("damping"), states[name].get("weight"))
         for name in tensors
-        for own in (options[name],)
+        for group in (options[name],)
     }
     for name in tensors if any_sharded(trained.values()) else ():
         p: Any = trained[name]

@@ -105,13 +105,13 @@ class LaplacePosterior:
         Raises:
             ValueError: the prior is less than the rounding of the curvature; the message says which prior is not.
         """
-        with self._known_precision():
+        with self._explain_by_prior():
             inverse = self.precision.inverse()
         assert isinstance(inverse, BlockDiagonal)
         return inverse
 
     @contextmanager
-    def _known_precision(self) -> Iterator[None]:
+    def _explain_by_prior(self) -> Iterator[None]:
         """Say in terms of the prior that the precision cannot be inverted."""
         try:
             yield
@@ -119,8 +119,8 @@ class LaplacePosterior:
             larger = [float(f"{value * error.needed / error.damping:.2g}") for value in self.prior.reshape(-1).tolist()]
             dtype = str(self.curvature.space.dtype).removeprefix("torch.")
             raise ValueError(
-                f"prior: {_shown(self.prior.reshape(-1).tolist())} is below the rounding of {dtype} beside this "
-                f"curvature; take posterior.with_prior({_shown(larger)}), or laplace() of model.double()"
+                f"prior: {_text_of(self.prior.reshape(-1).tolist())} is below the rounding of {dtype} beside this "
+                f"curvature; take posterior.with_prior({_text_of(larger)}), or laplace() of model.double()"
             ) from error
 
     def outputs(self, x: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class LaplacePosterior:
             ValueError: as for `covariance`.
         """
         require_draws("n", n)
-        with self._known_precision():
+        with self._explain_by_prior():
             draws = self.precision.sample(n, generator=generator)
         dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         parameters = self.curvature.space.split(self.mean + draws)
@@ -262,7 +262,7 @@ class LaplacePosterior:
             ValueError: there is no maximum (where the outputs meet the labels exactly, none of the noise).
         """
         if validation is not None:
-            return self._validated(validation, per_layer)
+            return self._fit_to_validation(validation, per_layer)
         has_noise = self.fit.labels.has_noise
         start = self.prior.expand(len(self.layers)) if per_layer else self.prior
         logs = [start.log().clone().requires_grad_(), self.noise.log().clone().requires_grad_(has_noise)]
@@ -288,7 +288,7 @@ class LaplacePosterior:
         best.warn_if_unsure()
         return best
 
-    def _validated(self, validation: Any, per_layer: bool) -> LaplacePosterior:
+    def _fit_to_validation(self, validation: Any, per_layer: bool) -> LaplacePosterior:
         """By the log loss of validation data; points are decades: of the prior or each layer's, then of the noise."""
         has_noise = self.fit.labels.has_noise
 
@@ -301,7 +301,7 @@ class LaplacePosterior:
         # the noise of the training data, which the network has fitted, is where to begin
         fitted = float((self.fit.total / self.fit.count).sqrt().log10()) if has_noise else 0.0
         noise = [fitted if math.isfinite(fitted) else float(self.noise.log10())] if has_noise else []
-        low, high = (self._spread() + end for end in DECADES)
+        low, high = (self._decades() + end for end in DECADES)
         grid = [low + k / 2 for k in range(int(2 * (high - low)) + 1)]
         losses = [value([x, *noise]) for x in grid]
         if not math.isfinite(min(losses)):
@@ -313,7 +313,7 @@ class LaplacePosterior:
             point = one_by_one(value, [point[0]] * len(self.layers) + point[1:], 1.0)
         return at(point)
 
-    def _spread(self) -> float:
+    def _decades(self) -> float:
         """The precision of which the parameters are a draw, in decades."""
         mean_square = float(widen(self.mean).square().mean())
         return -math.log10(mean_square) if mean_square else 0.0
@@ -348,7 +348,7 @@ class LaplacePosterior:
     def with_cautious_prior(self, sure: Confidence) -> LaplacePosterior:
         """With the least prior by which the confidence on the training data is nearly that of the network."""
         passes = lambda x: self.with_prior(10.0**x).confidence(sure) >= sure.mean - CAUTION
-        low, high = (self._spread() + end for end in DECADES)
+        low, high = (self._decades() + end for end in DECADES)
         return self.with_prior(10.0 ** least_that_passes(passes, low, high))
 
     def warn_if_unsure(self) -> None:
@@ -358,7 +358,7 @@ class LaplacePosterior:
             return
         now = self.confidence(sure)
         if now - sure.chance < (sure.mean - sure.chance) / 2:
-            log.warning(UNSURE, _shown(self.prior.reshape(-1).tolist()), sure.mean, now)
+            log.warning(UNSURE, _text_of(self.prior.reshape(-1).tolist()), sure.mean, now)
 
     def __repr__(self) -> str:
         loss = type(self.fit.loss).__name__
@@ -367,7 +367,7 @@ class LaplacePosterior:
         return f"LaplacePosterior({loss}, {len(self.mean)} parameters, prior {prior}{noise})"
 
 
-def _shown(prior: list[float]) -> str:
+def _text_of(prior: list[float]) -> str:
     one, *others = [f"{value:.3g}" for value in prior]
     return f"[{', '.join([one, *others])}]" if others else one
 

@@ -33,7 +33,7 @@ Built = tuple[Term, Tensor]  # a term, and the per-sample gradients that it stan
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
-    return contractions.settled([contractions.tentative_gram(terms)])[0]
+    return contractions.settle([contractions.tentative_gram(terms)])[0]
 
 
 def draw(*shape: int) -> Tensor:
