@@ -23,11 +23,19 @@ from curvature.kronecker.inverses import (
     factored_inverses,
     invert_kronecker_sums,
 )
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Product, Side, merge_products, nonzero_or_one
+from curvature.kronecker.sides import (
+    DenseSide,
+    DiagonalSide,
+    Product,
+    Side,
+    UncorrelatedSide,
+    merge_products,
+    nonzero_or_one,
+)
 
 __all__ = [
     "Affine", "Basis", "DenseSide", "DiagonalSide", "EigenInverse", "KroneckerInverse", "LowRankMatrix",
-    "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "by_length", "count_rows",
-    "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state", "invert_kronecker_sums", "merge_products",
-    "nonzero_or_one", "subsample_samples", "two_sided",
+    "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "UncorrelatedSide", "by_length",
+    "count_rows", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state", "invert_kronecker_sums",
+    "merge_products", "nonzero_or_one", "subsample_samples", "two_sided",
 ]  # fmt: skip

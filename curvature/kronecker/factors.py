@@ -95,7 +95,7 @@ class Scheme:
             shapes: of the weight, and of the bias if that is one more input wherever the weight is read.
             dtype: of the parameter; moments are in single precision at least.
             largest: a larger side is kept as a sketch, or as its diagonal if the layer has groups or the weight is
-                tied. The side of an embedding's rows always is a diagonal. See `storage_of`.
+                tied. The side of an embedding's rows always is a diagonal, and so is that of noise. See `storage_of`.
             block_size: see `Scheme`.
 
         Raises:
@@ -116,7 +116,10 @@ class Scheme:
             return None
         one_hot = [not reading.flipped for reading in readings if reading and reading.one_hot]
         is_plain = readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1
-        rows, columns = (storage_of(scheme.block_sizes(k), largest, k in one_hot, is_plain) for k in (0, 1))
+        is_noise = len(readings) == 1 and all(getattr(term, "independent", False) for term in terms)
+        rows, columns = (
+            storage_of(scheme.block_sizes(k), largest, k in one_hot, is_plain, is_noise and k == 0) for k in (0, 1)
+        )
         return replace(scheme, storage=(rows, columns))
 
     @functools.cached_property

@@ -203,6 +203,12 @@ class DiagonalSide(Side):
         return super().describe() + " diagonal"
 
 
+class UncorrelatedSide(DiagonalSide):
+    """The diagonal (g, d) of a matrix whose other entries are zero in the mean, as of noise that is sent back."""
+
+    name = "uncorrelated"
+
+
 class DenseSide(Side):
     """All entries (g, d, d)."""
 
@@ -357,13 +363,17 @@ class SketchSide(Side):
         return SketchSide(identity)
 
 
-def storage_of(blocks: Sequence[int], largest: float, is_one_hot: bool, can_be_sketched: bool) -> str:
-    """The form for a side with diagonal blocks of so many rows, of one-hot inputs or not.
+def storage_of(
+    blocks: Sequence[int], largest: float, is_one_hot: bool, can_be_sketched: bool, is_noise: bool = False
+) -> str:
+    """The form for a side with diagonal blocks of so many rows, of one-hot inputs or not, of noise or not.
 
     At most `largest` rows are kept whole, as triangles where these take so much less memory that it matters. Without a
     limit no memory is saved: to add triangles up over data takes longer.
     """
     rows = sum(blocks)
+    if is_noise:
+        return UncorrelatedSide.name
     if can_be_sketched and rows > max(largest, MAX_DENSE_SIDE):
         return SketchSide.name
     if is_one_hot or rows > largest:

@@ -125,7 +125,7 @@ class KroneckerBlock(Block):
     def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
         is_matrix = here.groups == 1 and set(map(len, here.shapes)) == {2}
-        return is_matrix and self.scheme.kinds[1 if here.order == (1, 0) else 0].is_diagonal
+        return is_matrix and _is_table(self.scheme.kinds[1 if here.order == (1, 0) else 0])
 
     def joint_form(self, terms: Sequence[Term]) -> Any:
         """Equal for blocks and terms that can be measured side by side; None if these cannot, or need not."""
@@ -192,7 +192,7 @@ class KroneckerBlock(Block):
         """What is added to the sides, in their mean eigenvalues: `share`, and more where few rows were seen."""
         assert self.sides is not None
         of_outputs, of_inputs = (
-            share + (0.0 if side.is_diagonal else shrinkage(max(side.sizes), sparsity))
+            share + (0.0 if _is_table(type(side)) else shrinkage(max(side.sizes), sparsity))
             for side, sparsity in zip(self.sides, self.sparsity, strict=True)
         )
         return of_outputs, of_inputs
@@ -250,6 +250,11 @@ class KroneckerBlock(Block):
         rows, columns = sides
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
+
+
+def _is_table(kind: type[kronecker.Side]) -> bool:
+    """Whether sides of this kind are diagonals of separate rows, not ones that stand for a whole matrix."""
+    return kind.is_diagonal and not issubclass(kind, kronecker.UncorrelatedSide)
 
 
 def with_unseen(x: Tensor, share: Tensor, dim: int) -> Tensor:

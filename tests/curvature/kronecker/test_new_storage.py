@@ -157,7 +157,7 @@ def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
 
 
 def test_bytes_are_those_of_triangles():
-    model = nn.Linear(LARGE, LARGE, bias=False)
+    model = nn.Sequential(nn.Linear(LARGE, LARGE, bias=False), nn.Tanh())
     opt = KFAC(model)
     train(model, opt, F.cross_entropy, torch.randn(4, LARGE), torch.randint(3, (4,)), 1)
     (block,) = opt.store.blocks

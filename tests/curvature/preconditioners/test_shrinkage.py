@@ -92,6 +92,28 @@ def test_it_goes_to_zero_as_rows_grow(kind: str, monkeypatch: pytest.MonkeyPatch
     assert many == pytest.approx([first / remembered for first in more[0]], rel=1e-3)
 
 
+@each_kind
+@pytest.mark.parametrize("limit", [2048, 2])
+def test_of_noise_a_head_keeps_the_diagonal(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch):
+    """It is damped as the whole matrix would be, and its rows are no table; however wide it is, it is no sketch."""
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIDE", limit)
+    with seeded(0):
+        model, x, noise = nn.Linear(4, 3).double(), torch.randn(6, 4).double(), torch.randn(1, 6, 3).double()
+    factors = BlockDiagonalCurvature(kind=kind)
+    for is_noise in (True, False):  # a later vector of another kind does not change what is kept
+        with capture(model) as tape:
+            output = model(x)
+        facts = BatchFacts(len(x), independent=is_noise)
+        factors.update_average(factors.measure(tape, [output], [noise.clone()], facts), DECAY)
+    invert(factors.blocks, SHARE)
+    (block,) = factors.blocks
+    close(rows_of(block), noise[0].square().mean(0)[None])
+    assert not block.has_separate_rows and "B 3x3 diagonal" in block.describe()
+    if kind == "kronecker" and limit > 4:
+        outputs, inputs = (SHARE + shrinkage(size, [6, 6], DECAY) for size in (3, 5))
+        close(block.inverse(right_of(block)), expected(block, outputs, inputs), 1e-7)
+
+
 def of_processes(kind: str, parts: int, places: int, sharing: str) -> list[tuple[float, float]]:
     """What is added after two batches of 64 samples, shared among processes."""
     with seeded(0):
