@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import PRODUCTS, ByDevice, cat, full_precision, stack
+from curvature.linalg import PRODUCTS, ByDevice, full_precision, stack
 from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, invert
 from curvature.recording import warn_once
@@ -74,18 +74,23 @@ class Preconditioner:
         """
         is_renewal, processes = self.schedule.renews(self.monitor.steps), self.team.processes
         with self.monitor.timed("factors"):
+            # 1. what the passes that count have measured, on all processes
             measured = self.recorder.take()
             if is_renewal and processes.size > 1:
                 if not any_sharded(trained.values()):
                     processes.check_same_gradients(gradients)
                 measured.add_up(self.team)
+            # 2. running averages
             if not self.blocks:
                 warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
             self.store.update_average(measured.curvature, self.decay)
+            # 3. the next renewal, by how far averages have moved
             if is_renewal or measured.curvature.blocks:  # rules may call this at every step
                 self._note_renewal(measured.curvature.blocks, trained)
         with self.monitor.timed("inverses"):
+            # 4. inverses of blocks that have moved far enough
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
+        # 5. the size of the outputs, and their change along the last step
         self.recorder.outputs.update(measured.outputs, measured.curvature.along)
         return Renewal(is_renewal, inverted)
 
@@ -100,8 +105,7 @@ class Preconditioner:
         if None in (schedule.factor_every, schedule.decompose_every):
             moved = itertools.compress(self.blocks, is_seen)
             drifts = {b.names[0]: b.drift for b in moved if b.drift is not None}
-        agreed = iter(self.team.processes.agreed(cat(drifts.values())).tolist() if drifts else ())
-        schedule.note_renewal(step, {k: [next(agreed) for _ in range(drift.numel())] for k, drift in drifts.items()})
+        schedule.note_renewal(step, self.team.processes.read(drifts))
         left = [b for b, known in zip(self.blocks, is_seen, strict=True) if seen and not known]
         known = {name for block in self.blocks for name in block.names}
         schedule.note_seen(step, known, not any(trained.keys() >= set(block.names) for block in left))
@@ -110,6 +114,7 @@ class Preconditioner:
         """Invert the blocks that are due; returns their number."""
         step, workers = self.monitor.steps, self.team.workers
         self.lacks_inverses = False
+        # 1. which sides of which blocks are due
         blocks = [b for b in self.blocks if b.updates]
         workers.assign(blocks)
         costs = {b.names[0]: b.costs for b in blocks}
@@ -122,12 +127,14 @@ class Preconditioner:
         due = [b for b in blocks if any(sides[b.names[0]])]
         if due or (self.solver is not None and self.solver.left):
             self.solver = None
+        # 2. those of this process, of one damping together
         ours = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in ours]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(ours, dampings, strict=True) if other == damping]
             for some in _in_parts(alike, costs, MOST_WORK.at(device)):
                 invert(some, DAMPING_SHARE, damping, sides)
+        # 3. those of the others
         workers.exchange(due)
         for b in due:
             self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])

@@ -34,6 +34,7 @@ from curvature.linalg.devices import (
     cat,
     copy_to_host_async,
     look,
+    read,
     stack,
     to_device,
     to_host,
@@ -57,7 +58,7 @@ __all__ = [
     "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async",
     "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "full_precision",
     "hides_second_derivatives", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor",
-    "own_precision", "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite",
+    "own_precision", "product_rounding", "psd_eigh", "psd_eighs", "qr", "read", "recovery_counts", "require_finite",
     "rounding_tolerance", "stack", "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host",
     "try_cholesky", "try_decompose", "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ OUTLIER_FACTOR = 1e3  # ratio of a trace to that of the running average
 
 SHARED_FIELDS = ("names", "reason", "updates", "traces", "was_outlier", "outliers")  # of a checkpoint of any block
 MAX_FAILURES = 3  # consecutive failures of a block that raise
+
+
+class MeanFacts(NamedTuple):
+    """What the host reads of new means before they enter an average: tensors (), then numbers."""
+
+    traces: Sequence[Any]  # of the matrices
+    sums: Sequence[Any] = ()  # of what else has to be finite
 
 
 class Block:
@@ -99,10 +106,8 @@ class Block:
         statistics.load_sums(sums)
         return statistics
 
-    def means(self, statistics: Any) -> tuple[Any, list[Tensor], list[Tensor]] | None:
-        """The matrices of the statistics of a leaf, means over samples; their traces (); sums () of what else has to be
-        finite. None if there are no matrices.
-        """
+    def means(self, statistics: Any) -> tuple[Any, MeanFacts] | None:
+        """The matrices of the statistics of a leaf, means over samples, and their facts; None if there are none."""
         raise NotImplementedError
 
     def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import ByDevice, cat, full_precision, stack, to_host, without_autocast
-from curvature.preconditioners.block import Block, group, relative_changes
+from curvature.linalg import ByDevice, cat, full_precision, read, stack, without_autocast
+from curvature.preconditioners.block import Block, MeanFacts, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -171,65 +171,58 @@ class BlockDiagonalCurvature(CurvatureStore):
     def measure(
         self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], batch: BatchFacts
     ) -> CurvatureStatistics:
-        total, known = CurvatureStatistics(), len(self.blocks)
+        total, known, order = CurvatureStatistics(), len(self.blocks), list(tape.parameters)
+        # 1. samples: their axis in each use, where sizes leave it open
         self.learn_axes(tape, outputs, batch.count)
-        order = list(tape.parameters)
-        for k in range(len(vectors[0])):
-            samples = batch.count if k == 0 else 0
-            total.add_(self._measure_vector(tape, outputs, [v[k] for v in vectors], samples, batch))
+        for k, sent in enumerate(zip(*vectors, strict=True)):
+            total.add_(self._measure_vector(tape, outputs, sent, batch.count if k == 0 else 0, batch))
+        # 6. blocks in the order of the model, however backprops came to them
         self.blocks[known:] = sorted(self.blocks[known:], key=lambda block: order.index(block.names[0]))
         return total
 
     def _measure_vector(
         self, tape: Tape, outputs: Sequence[Tensor], sent: Sequence[Tensor], samples: int, batch: BatchFacts
     ) -> CurvatureStatistics:
-        """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
+        """Statistics of one vector; `samples` that no other vector has counted."""
         measured, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
-        # 1 where samples are in each use, and which block each parameter has
         layouts, index = self._layouts(tape, batch.count), self.index()
-        noise = sent if batch.independent else ()
-        memory = set(map(_memory, noise))
+        noise = set(map(_memory, sent)) if batch.independent else set()
 
         def add(terms: dict[str, list[Term]]) -> None:
-            # 4 statistics of their blocks, blocks of one class together, and how far the last step has moved outputs
+            # 4. statistics of the blocks, blocks of one class together; how far the last step has moved outputs
             measured.add_(self.measure_terms(tape, terms, index, samples, batch.rank, batch.world_size))
             changes.update(self._changes(terms, index, batch))
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
-            others = tape.parameters.keys() - names
-            # 3 terms of each parameter
-            terms, _ = terms_by_parameter(tape, backprops, layouts, others)
-            terms = {
-                name: [_mark_independent(term, memory) for term in parts] for name, parts in terms.items() if parts
-            }
+            # 3. terms of each parameter
+            terms, _ = terms_by_parameter(tape, backprops, layouts, tape.parameters.keys() - names)
+            terms = {name: [_mark_independent(term, noise) for term in parts] for name, parts in terms.items() if parts}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
-        # 2 send the vectors back, some layers at a time
-        with _copies_noted(outputs, memory):
+        # 2. backprops of some layers at a time, which are freed when these have been measured
+        with _note_copies(outputs, noise):
             stream_backprops(tape, outputs, sent, take, MOST_BYTES.at(sent[0].device))
-        if unexplained:  # the gradients of the whole batch
-            names = sorted(unexplained)
+
+        # 5. what no rule explains: the gradients of the whole batch
+        if names := sorted(unexplained):
             roots = [tape.parameters[name].tensor for name in names]
             whole = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
             add({name: [DenseGradients(g[None])] for name, g in zip(names, whole, strict=True) if g is not None})
         measured.along = _energies(changes)
         return measured
 
-    def index(self) -> dict[str, int]:
-        """By parameter, the index of its block."""
-        return {name: k for k, block in enumerate(self.blocks) for name in block.names}
+    def index(self) -> dict[str, Block]:
+        """The block of each parameter."""
+        return {name: block for block in self.blocks for name in block.names}
 
-    def _of(self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int]) -> list[Block]:
-        """The blocks of the parameters that have terms."""
-        return [self.blocks[k] for k in sorted({index[name] for name, parts in terms.items() if parts})]
-
+    @staticmethod
     def _changes(
-        self, terms: Mapping[str, Sequence[Term]], index: Mapping[str, int], batch: BatchFacts
+        terms: Mapping[str, Sequence[Term]], index: Mapping[str, Block], batch: BatchFacts
     ) -> dict[str, Tensor]:
         """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
         changes: dict[str, Tensor] = {}
-        for block in self._of(terms, index) if batch.displacement else ():
+        for block in dict.fromkeys(index[name] for name in terms if terms[name]) if batch.displacement else ():
             names = [name for name in block.names if terms.get(name) and name in batch.displacement]
             if names and all(len(term) == batch.count for name in names for term in terms[name]):
                 pairs = ((terms[name], batch.displacement[name]) for name in names)
@@ -259,7 +252,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         return weighted_gradients(tape, node, backprops, self._layouts(tape, len(weights)), weights)
 
-    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], index: dict[str, int]) -> None:
+    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]], index: dict[str, Block]) -> None:
         """Blocks of the parameters that have terms and no block yet."""
         if all(name in index for name, parts in terms.items() if parts):
             return
@@ -268,7 +261,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         self.blocks += sorted(made, key=lambda block: isinstance(block, DiagonalBlock))
         index.update(self.index())
 
-    def _layers(self, tape: Tape, names: Sequence[str], index: Mapping[str, int]) -> list[tuple[str, ...]]:
+    def _layers(self, tape: Tape, names: Sequence[str], index: Mapping[str, Block]) -> list[tuple[str, ...]]:
         """The parameters of these names that have a block together: a weight with its bias; all others alone."""
         alone, layers = self.choices.alone, dict[str, tuple[str, ...]]()
         for name in names:
@@ -333,13 +326,13 @@ class BlockDiagonalCurvature(CurvatureStore):
         return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
 
     def measure_terms(
-        self, tape: Tape, terms: dict[str, list[Term]], index: dict[str, int], count: int, rank: int = 0,
+        self, tape: Tape, terms: dict[str, list[Term]], index: dict[str, Block], count: int, rank: int = 0,
         world_size: int = 1,
     ) -> CurvatureStatistics:  # fmt: skip
         """Statistics from the terms of one vector; `index` is that of the blocks, to which new ones are added."""
         self._create_blocks(tape, terms, index)
-        seen = [block for block in self._of(terms, index) if terms.get(block.names[0])]
-        split = [pair for block in seen for pair in block.split_terms(terms)]
+        seen = dict.fromkeys(index[name] for name, parts in terms.items() if parts)
+        split = [pair for block in seen if terms.get(block.names[0]) for pair in block.split_terms(terms)]
         measured: dict[int, Structure] = {}
         with full_precision():
             for alike in group([type(leaf) for leaf, _ in split]):
@@ -350,23 +343,23 @@ class BlockDiagonalCurvature(CurvatureStore):
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite. The host waits once."""
-        # 1 means over samples, of each leaf that was measured
+        # 1. means over samples, of each leaf that was measured
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        pairs = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        measured = [LeafMeans(leaf, sums, *mean) for leaf, sums in pairs if (mean := leaf.means(sums)) is not None]
-        # 2 read what has to be finite
-        numbers = _read([mean.traces + mean.others for mean in measured])
+        pairs = [(leaf, leaf.means(statistics.blocks[leaf.names[0]])) for leaf in leaves]
+        means = {leaf: mean for leaf, mean in pairs if mean is not None}
+        # 2. read what has to be finite
+        facts: list[MeanFacts] = read([facts for _, facts in means.values()])
         moved: dict[Block, int] = {}  # by how many of the drifts
         drifts: list[Tensor] = []
         waiting: list[tuple[Tensor, Tensor]] = []
-        for (leaf, sums, matrices, traces, _), known in zip(measured, numbers, strict=True):
-            # 3 average
-            if all(map(math.isfinite, known)):
-                weight = leaf.weight(known[: len(traces)], decay)
-                if sides := leaf.update(sums, matrices, decay, weight):
+        for (leaf, (matrices, _)), known in zip(means.items(), facts, strict=True):
+            # 3. average
+            if all(map(math.isfinite, [*known.traces, *known.sums])):
+                weight = leaf.weight(known.traces, decay)
+                if sides := leaf.update(statistics.blocks[leaf.names[0]], matrices, decay, weight):
                     moved[leaf] = len(sides)
                     waiting += sides
-            # 4 compare each side with what it was before, some together, which are in memory no longer than that
+            # 4. compare each side with what it was before, some together, which are in memory no longer than that
             if waiting and sum(old.numel() for old, _ in waiting) > MOST_COMPARED.at(waiting[0][0].device):
                 drifts.append(relative_changes(waiting))
                 waiting = []
@@ -374,22 +367,6 @@ class BlockDiagonalCurvature(CurvatureStore):
             drifts.append(relative_changes(waiting))
         for leaf, drift in zip(moved, cat(drifts).split(list(moved.values())) if moved else (), strict=True):
             leaf.drift = drift
-
-
-class LeafMeans(NamedTuple):
-    """What `Block.means` gives of a leaf's statistics."""
-
-    leaf: Block
-    statistics: Structure
-    matrices: Any
-    traces: list[Tensor]
-    others: list[Tensor]
-
-
-def _read(scalars: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    """The numbers of each leaf; the host waits once for all."""
-    numbers = iter(to_host([x for of_leaf in scalars for x in of_leaf]))
-    return [[float(number) for number in itertools.islice(numbers, len(of_leaf))] for of_leaf in scalars]
 
 
 def _mark_independent(term: Term, noise: Collection[int]) -> Term:
@@ -402,7 +379,7 @@ def _mark_independent(term: Term, noise: Collection[int]) -> Term:
 
 
 @contextmanager
-def _copies_noted(outputs: Sequence[Tensor], noise: set[int]) -> Iterator[None]:
+def _note_copies(outputs: Sequence[Tensor], noise: set[int]) -> Iterator[None]:
     """Add to the memory of the noise that of its copies in another precision, where the graph ends with one."""
     held = []  # their memory must not become another tensor's meanwhile
 

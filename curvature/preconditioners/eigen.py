@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import eigenvalue_rounding
-from curvature.preconditioners.block import Due, debiased_weight
+from curvature.preconditioners.block import Due, MeanFacts, debiased_weight
 from curvature.preconditioners.kronecker import KroneckerBlock, with_unseen
 from curvature.structures import EigenStructure
 from curvature.terms import Term
@@ -56,9 +56,12 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
-    def means(self, statistics: EigenStructure) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
+    def means(self, statistics: EigenStructure) -> tuple[kronecker.Product, MeanFacts] | None:
         means = super().means(statistics)
-        return means if means is None or statistics.basis is None else (*means[:2], [statistics.trace()])
+        if means is None or statistics.basis is None:
+            return means
+        matrices, facts = means
+        return matrices, facts._replace(sums=[statistics.trace()])
 
     def update(
         self, statistics: EigenStructure, means: kronecker.Product, decay: float, weight: float

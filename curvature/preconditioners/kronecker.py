@@ -22,7 +22,7 @@ from torch import Tensor
 from curvature import kronecker
 from curvature.linalg import ByDevice
 from curvature.operators import Space
-from curvature.preconditioners.block import Block, Due, group
+from curvature.preconditioners.block import Block, Due, MeanFacts, group
 from curvature.structures import KroneckerStructure, averaged_sparsity, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -146,11 +146,11 @@ class KroneckerBlock(Block):
         super().load_results(results)
         self._load_inverse(results["inverse"])
 
-    def means(self, statistics: Any) -> tuple[kronecker.Product, list[Tensor], list[Tensor]] | None:
+    def means(self, statistics: Any) -> tuple[kronecker.Product, MeanFacts] | None:
         if not statistics.counts[0] or not statistics.tensors:
             return None
         means = statistics.scaled(1 / statistics.counts[0]).factors()
-        return means, [side.diagonal().sum() for side in means], []
+        return means, MeanFacts([side.diagonal().sum() for side in means])
 
     def update(
         self, statistics: Any, means: kronecker.Product, decay: float, weight: float

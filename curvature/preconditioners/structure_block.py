@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
 from curvature.operators import Diagonal, Operator, Space
-from curvature.preconditioners.block import STRUCTURES, Block, Due
+from curvature.preconditioners.block import STRUCTURES, Block, Due, MeanFacts
 from curvature.structures import FORMS, Structure, averaged_sparsity, shrinkage
 
 
@@ -48,11 +48,11 @@ class StructureBlock(Block):
     def empty(self, device: torch.device) -> Structure:
         return self.kind(self.space(device))
 
-    def means(self, statistics: Structure) -> tuple[Structure, list[Tensor], list[Tensor]] | None:
+    def means(self, statistics: Structure) -> tuple[Structure, MeanFacts] | None:
         if not statistics.counts[0] or not statistics.tensors:
             return None
         mean = statistics.scaled(1 / statistics.counts[0])
-        return mean, [mean.trace()], []
+        return mean, MeanFacts([mean.trace()])
 
     def update(
         self, statistics: Structure, means: Structure, decay: float, weight: float

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
-from curvature.linalg import stack, widen, widest
+from curvature.linalg import read, stack, widen, widest
 from curvature.losses import Injection
 from curvature.recording import unwrap_compiled
 
@@ -106,6 +107,14 @@ class Processes:
             x = x.to(self.device, copy=True)
             dist.broadcast(x, self.ranks[0], group=self.group)
         return x
+
+    def read(self, facts: Any) -> Any:
+        """`curvature.linalg.read` of the facts of the first process, on all."""
+        if self.size > 1:
+            leaves, form = pytree.tree_flatten(facts)
+            send = lambda flat: dist.broadcast(flat, self.ranks[0], group=self.group)
+            facts = pytree.tree_unflatten(in_flat_buffers([x.to(self.device) for x in leaves], send), form)
+        return read(facts)
 
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all processes, concatenated along the first axis in the order of ranks."""

@@ -84,32 +84,32 @@ class Passes:
 
         def arrive(gradient: Tensor) -> None:
             nonlocal step
+            # 1. a gradient of the loss, for the step that is to come
             passes = me()
             if passes is None or step is not passes.step or is_batched(gradient):
                 return
-            if torch.is_grad_enabled() or is_training(parameters):
-                if check is not None:
-                    check(gradient)
-                passes.note_backward(parameters)
-                passes.begin()
-                passes.total.add_(measured)
-                step = None
+            if not torch.is_grad_enabled() and not is_training(parameters):
+                return
+            if check is not None:
+                check(gradient)
+            # 2. drop what belongs to gradients that were zeroed
+            passes.begin(parameters)
+            # 3. count the pass, once
+            passes.total.add_(measured)
+            step = None
 
         for x in outputs:
             handle = x.register_hook(arrive)
             if x.is_leaf:  # a parameter that the model returns as it is
                 self.leaf_hooks.append(handle)
 
-    def note_backward(self, parameters: Sequence[Tensor]) -> None:
-        """A gradient of the loss arrives: where those of the pass before are gone, the model has zeroed them."""
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """A gradient of the loss arrives: forget what belongs to gradients that were zeroed."""
         number = torch._C._current_graph_task_id()
         if number != self.backward:
-            if self.adds and not self.has_gradients():
-                self.zero()
+            # where the gradients of the backward pass before are gone, the model has zeroed them
+            self.is_old |= self.adds and not self.has_gradients()
             self.backward, self.adds = number, is_training(parameters, adds=True)
-
-    def begin(self) -> None:
-        """A gradient arrives: forget what belongs to gradients that were zeroed."""
         if self.is_old:
             self.total = Measured()
         self.is_old, self.arrived = False, True

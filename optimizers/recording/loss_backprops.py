@@ -88,8 +88,7 @@ class LossBackprops:
     def _begin(self, recorded: RecordedPass) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed, or that the loss is made of."""
         last, was_added = self.passes.backward, self.passes.adds
-        self.passes.note_backward(_parameters(recorded.tape))
-        self.passes.begin()
+        self.passes.begin(_parameters(recorded.tape))
         if self.passes.total is not self.total:
             self._forget()
         elif self.passes.backward != last and self.passes.adds and not was_added:

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, OutputScale, Sums, find_outputs, squares_along
+from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, OutputScale, find_outputs, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
@@ -112,54 +113,74 @@ class Recorder:
     def _end(self, tape: Tape, output: Any) -> None:
         try:
             with self.paused(), self.monitor.timed("capture"), self.monitor.watching():
-                self.record(tape, output)
+                self._measure(tape, output)
         except CheckpointError as error:  # it calls the model again, before it has seen the end of this call
             raise RuntimeError(
                 f"{self.owner}: the model is called within checkpoint(...); call checkpoint within its forward"
             ) from error
 
-    def record(self, tape: Tape, output: Any) -> None:
-        """Measure a recorded forward pass that returned `output`, or wait for its backward pass."""
+    def _measure(self, tape: Tape, output: Any) -> None:
+        """Measure a recorded forward pass that returned `output`, or what its backward pass will bring."""
+        # 1. outputs: the tensors that vectors are sent back from
         if not tape.parameters:  # all are frozen: a judge through which a generator is trained
             return
-        returned = find_outputs(tape, output)
-        outputs, count = returned.tensors, returned.count
-        hidden = [name for name, node in tape.parameters.items() if not node.uses]
-        if hidden and is_checkpointed(outputs):
-            raise RuntimeError(
-                f"{self.owner}: {hidden[0]} is read within checkpoint(..., use_reentrant=True), where no "
-                "curvature is seen; pass use_reentrant=False"
-            )
-        self.was_empty = bool(outputs) and not all(x.numel() for x in outputs)
-        if not count or self.was_empty:
+        outputs = find_outputs(tape, output)
+        self._require_visible(tape, outputs)
+        self.was_empty = bool(outputs.tensors) and not all(x.numel() for x in outputs.tensors)
+        if not outputs.count or self.was_empty:
             return
-        if not outputs:
-            self._substitute(empirical(), SUBSTITUTE)
-            self._listen(tape, returned.sources, count)
-        elif self.inject == empirical():
-            self._listen(tape, returned.sources, count)
-        elif len(outputs) > 1 and self.loss is not None:
-            why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
-            inject = self.inject if self.inject.is_isotropic else isotropic()
-            self._substitute(inject, why)
-            vectors = [self._vectors(inject, None, x.detach(), None) for x in outputs]
-            self._send_back(tape, returned, vectors, OutputScale.of(outputs), independent=True)
-        else:
-            self._send_loss_back(tape, returned)
+        processes = self.team.current().processes
+        batch = BatchFacts(outputs.count, processes.rank, processes.size, self.displacement())
 
-    def _send_loss_back(self, tape: Tape, outputs: ModelOutputs) -> None:
-        """Send the vectors of the injection back; classes are on the axis that the loss says, by default on axis 1."""
-        first, is_isotropic = outputs.tensors[0], self.inject.is_isotropic
-        is_open = self._has_classes(self.loss) and not is_isotropic and first is outputs.sources[0] and first.ndim > 2
-        axis = getattr(self.loss, "class_axis", 1) if is_open else 1
+        # 2. injection: the one asked for, or what takes its place at such outputs
+        inject, loss = self._choose(len(outputs.tensors))
+        if inject == empirical():  # what the loop sends back is measured as it arrives
+            sources = list({id(x): x for x in outputs.sources}.values())
+            self.store.learn_axes(tape, sources, outputs.count)
+            signs = functools.partial(self._signs, outputs.count)
+            self.loss_backprops.listen(RecordedPass(tape, sources, batch, signs))
+            return
+
+        # 3. vectors for each output; classes are on the axis that the loss says, by default on axis 1
+        first, is_isotropic = outputs.tensors[0], inject.is_isotropic
+        has_axis = _has_classes(loss) and not is_isotropic and first is outputs.sources[0] and first.ndim > 2
+        axis = getattr(loss, "class_axis", 1) if has_axis else 1
         pairs = zip(outputs.tensors, outputs.targets, strict=True)
-        vectors = [self._vectors(self.inject, self.loss, x.detach(), y, axis) for x, y in pairs]
+        vectors = [self._vectors(inject, loss, x.detach(), y, axis) for x, y in pairs]
         if is_isotropic:
             sums = OutputScale.of(outputs.tensors)
         else:
             sums = OutputScale.in_metric(stack(map(squares_along, outputs.tensors, vectors)).sum(), len(first))
-        check = functools.partial(self._check_class_axis, axis) if is_open and not self.is_axis_checked else None
-        self._send_back(tape, outputs, vectors, sums, is_isotropic, check)
+
+        # 4. statistics: what the vectors show of each block, and how far the last step has moved the outputs
+        batch = replace(batch, independent=is_isotropic)
+        with torch.autocast(first.device.type, enabled=False):
+            measured = Measured(self.store.measure(tape, outputs.tensors, as_many(vectors), batch), sums)
+
+        # 5. the pass counts once a gradient of the loop arrives, which shows the axis of the classes, too
+        check = functools.partial(self._check_class_axis, axis) if has_axis and not self.is_axis_checked else None
+        self.passes.wait(measured, outputs.sources, [node.tensor for node in tape.parameters.values()], check)
+
+    def _require_visible(self, tape: Tape, outputs: ModelOutputs) -> None:
+        hidden = [name for name, node in tape.parameters.items() if not node.uses]
+        if hidden and is_checkpointed(outputs.tensors):
+            raise RuntimeError(
+                f"{self.owner}: {hidden[0]} is read within checkpoint(..., use_reentrant=True), where no "
+                "curvature is seen; pass use_reentrant=False"
+            )
+
+    def _choose(self, number: int) -> tuple[Injection, Any]:
+        """The injection for so many outputs, and the loss that it is of; notes if it is not the one asked for."""
+        inject, loss, why = self.inject, self.loss, ""
+        if not number:
+            inject, why = empirical(), SUBSTITUTE
+        elif number > 1 and loss is not None and inject != empirical():
+            why = f"the model returned {number} tensors, and loss= is of one: curvature by isotropic()"
+            inject, loss = inject if inject.is_isotropic else isotropic(), None
+        if inject != self.inject:
+            self.substitute = why
+            warn_once(why, logger="optimizers")
+        return inject, loss
 
     def _check_class_axis(self, axis: int, gradient: Tensor) -> None:
         """Once: raise where the gradient of the loop's loss has its classes on the other axis."""
@@ -175,43 +196,13 @@ class Recorder:
             )
         self.is_axis_checked = size > 0  # a gradient of zero does not say
 
-    def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
-        outputs = list({id(x): x for x in outputs}.values())
-        self.store.learn_axes(tape, outputs, count)
-        signs = functools.partial(self._signs, count)
-        self.loss_backprops.listen(RecordedPass(tape, outputs, self._facts(count), signs))
-
-    def _facts(self, count: int, independent: bool = False) -> BatchFacts:
-        processes = self.team.current().processes
-        return BatchFacts(count, processes.rank, processes.size, self.displacement(), independent)
-
-    def _substitute(self, inject: Injection, why: str) -> None:
-        """Note that another injection takes the place of the one that was asked for, if it is another one."""
-        if self.inject != inject:
-            self.substitute = why
-            warn_once(why, logger="optimizers")
-
-    def _send_back(
-        self, tape: Tape, outputs: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False,
-        check: Callable[[Tensor], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Measure vectors of a pass, which counts once a gradient arrives that `check` lets through."""
-        trained, batch = [node.tensor for node in tape.parameters.values()], self._facts(outputs.count, independent)
-        with torch.autocast(outputs.tensors[0].device.type, enabled=False):
-            measured = Measured(self.store.measure(tape, outputs.tensors, as_many(vectors), batch), sums)
-        self.passes.wait(measured, outputs.sources, trained, check)
-
     def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any, axis: int = 1) -> Tensor:
         """The vectors (k, *output.shape), given the axis of classes, if there are any."""
-        processes, seed = self.team.current().processes, self._next_seed
+        processes, seed = self.team.processes, self._next_seed
         draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, seed).to(output.dtype)
-        if self._has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
+        if _has_classes(loss) and output.ndim == 1:  # of one sample, without an axis of samples
             return draw(output[None], None)[:, 0]
         return draw(output, target) if axis == 1 else draw(output.movedim(-1, 1), target).movedim(2, -1)
-
-    @staticmethod
-    def _has_classes(loss: Any) -> bool:
-        return isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
 
     def _signs(self, count: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self._next_seed())
@@ -271,6 +262,10 @@ class Recorder:
                 self.generator.set_state(generator.cpu())
             except RuntimeError:  # the state of a generator on another kind of device
                 self.generator.manual_seed(self.seed + self.monitor.steps)
+
+
+def _has_classes(loss: Any) -> bool:
+    return isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
 
 
 def as_many(vectors: Sequence[Tensor]) -> list[Tensor]:

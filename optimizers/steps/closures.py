@@ -229,12 +229,15 @@ class Replay:
             torch.enable_grad(),
             ClosureWatch(self.model) as watch,
         ):
+            # 1. call it, and note calls of the model and backward passes
             loss = watch.loss_or_residuals(self.closure())
         if loss.ndim:
             return loss
+        # 2. refuse what cannot be called again at other parameters
         if watch.differentiates:
             raise TypeError(DIFFERENTIATES)
         watch.check_repeatable(loss)
+        # 3. send the loss back, if the closure has not
         self.value = loss.detach()
         if loss.requires_grad and not watch.has_sent_back:
             nn.Module.zero_grad(self.model)
@@ -323,6 +326,7 @@ class Replay:
         strides: list[int] = []
         shown: list[Any] = []
         others: list[Call] = []  # of which these forms give another output
+        # 1. the outputs of each call, of every stride-th sample where it can run alone, and their changes
         with self._as_first(), sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable():  # forms with second derivatives
             for call in self.calls:
                 output, step, is_same = self._some(call, stride)
@@ -337,10 +341,12 @@ class Replay:
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
         self._require_repeatable(others)
+        # 2. the loss that the closure computes from these outputs alone, if that is the same
         loss = self._outside(shown)
         rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
         if loss is None or not _close(self.value, loss, rough):
             return None
+        # 3. its second derivatives along the changes
         _require_second_derivatives([loss])
         return self.mean(_products(loss, leaves, changes, strides, parameters, directions))
 

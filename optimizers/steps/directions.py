@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from optimizers.steps.layer_vector import LayerVector, Layout, joined, of_states, to_states
+from curvature.linalg import read
+from optimizers.steps.layer_vector import LayerVector, Layout, of_states, to_states
 from optimizers.steps.rule import StepContext
 
 
@@ -112,6 +113,5 @@ def _dampings(context: StepContext, layout: Layout) -> list[float]:
     """The damping that the block of each layer was decomposed with; zero where there is none."""
     blocks = {name: block for block in context.preconditioner.blocks for name in block.names}
     dampings = [getattr(blocks.get(first), "damping", None) for first, *_ in layout.layers]
-    tensors = [x for x in dampings if isinstance(x, Tensor)]
-    numbers = iter(joined(tensors, layout.home).tolist() if tensors else ())
-    return [next(numbers) if isinstance(x, Tensor) else float(x or 0.0) for x in dampings]
+    known = read({k: x for k, x in enumerate(dampings) if isinstance(x, Tensor)})
+    return [known[k] if k in known else float(x or 0.0) for k, x in enumerate(dampings)]
