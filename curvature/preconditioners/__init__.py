@@ -11,9 +11,10 @@ from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.least_squares import LeastSquares
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks, residual_inverses
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, SquaredChange
 
 __all__ = [
     "BatchFacts", "Block", "BlockDiagonalCurvature", "CurvatureStatistics", "CurvatureStore", "FullCurvature",
-    "KroneckerBlock", "LeastSquares", "ResidualBlock", "invert", "residual_blocks", "residual_inverses",
+    "KroneckerBlock", "LeastSquares", "ResidualBlock", "SquaredChange", "invert", "residual_blocks",
+    "residual_inverses",
 ]  # fmt: skip

@@ -18,12 +18,12 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import ByDevice, cat, full_precision, read, stack, without_autocast
+from curvature.linalg import ByDevice, cat, full_precision, read, without_autocast
 from curvature.preconditioners.block import Block, MeanFacts, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, SquaredChange
 from curvature.preconditioners.structure_block import StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.structures import Choices, DiagonalStructure, Structure
@@ -209,7 +209,7 @@ class BlockDiagonalCurvature(CurvatureStore):
             roots = [tape.parameters[name].tensor for name in names]
             whole = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True)
             add({name: [DenseGradients(g[None])] for name, g in zip(names, whole, strict=True) if g is not None})
-        measured.along = _energies(changes)
+        measured.along = SquaredChange.of(changes)
         return measured
 
     def index(self) -> dict[str, Block]:
@@ -240,7 +240,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
         index = self.index()
         measured = self.measure_terms(tape, terms, index, batch.count, batch.rank, batch.world_size)
-        measured.along = _energies(self._changes(terms, index, batch))
+        measured.along = SquaredChange.of(self._changes(terms, index, batch))
         return measured
 
     def weighted_gradients(
@@ -402,14 +402,6 @@ def _memory(x: Tensor) -> int:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.untyped_storage().data_ptr()
-
-
-def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`CurvatureStatistics.along` of one vector from the changes (N,) in each block."""
-    if not changes:
-        return {}
-    each = stack(changes.values())
-    return dict(zip([*changes, ""], torch.cat([each, each.sum(0, keepdim=True)]).square().sum(1), strict=True))
 
 
 def _number_uses(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:

@@ -15,7 +15,7 @@ from curvature.preconditioners.block import Block, invert
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full import FullBlock, Named, WoodburyBlock
 from curvature.preconditioners.least_squares import Damping
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics
+from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics, SquaredChange
 from curvature.recording import Tape
 
 WARM_START_FACTOR = 0.95  # times the last solution is where iterations start
@@ -68,15 +68,13 @@ class FullCurvature(CurvatureStore):
         new = [name for name in shapes if name not in known and (tape.parameters[name].uses or jacobian.depends(name))]
         return kept + layers_of(tape, new)
 
-    def _along(self, jacobian: Jacobian, batch: BatchFacts) -> dict[str, Tensor]:
-        """`CurvatureStatistics.along`; one block for all parameters needs none, for it predicts the same."""
+    def _along(self, jacobian: Jacobian, batch: BatchFacts) -> SquaredChange | None:
+        """The change along the last step; one block for all parameters needs none, for it predicts the same."""
         blocks = [b.names for b in self.blocks if all(name in batch.displacement for name in b.names)]
         if not self.layerwise or not blocks:
-            return {}
+            return None
         changes = jacobian.columns(batch.displacement, blocks) * (batch.count**0.5 if self.is_sum else 1.0)
-        squares = changes.square().sum(0).unbind()
-        squares_of_blocks = {names[0]: square for names, square in zip(blocks, squares, strict=True)}
-        return squares_of_blocks | {"": changes.sum(1).square().sum()}
+        return SquaredChange(changes.sum(1).square().sum(), frozenset(names[0] for names in blocks))
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:

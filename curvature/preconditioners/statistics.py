@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from curvature.gradients import Jacobian
+from curvature.linalg import stack
 from curvature.structures import Structure
 
 
@@ -51,6 +52,18 @@ class RowStatistics:
             self.parts[-1] = self.parts[-1].plus(*parts)
 
 
+class SquaredChange(NamedTuple):
+    """``(v^T J u)^2``, what vectors v saw along a displacement u, summed over samples and vectors."""
+
+    value: Tensor
+    blocks: frozenset[str]  # those that u and v have reached, by their first parameters
+
+    @staticmethod
+    def of(changes: Mapping[str, Tensor]) -> SquaredChange | None:
+        """From ``v^T J u`` (N,) of each block, for one vector."""
+        return SquaredChange(stack(changes.values()).sum(0).square().sum(), frozenset(changes)) if changes else None
+
+
 @dataclass
 class CurvatureStatistics:
     """Statistics of one or more passes, as a value that can be added up and scaled.
@@ -58,13 +71,12 @@ class CurvatureStatistics:
     Attributes:
         blocks: sums over samples, by the first parameter of each leaf. They add up over processes, too.
         rows: processes gather these, which do not add up.
-        along: squared changes ``(v^T J u)^2`` of what vectors v saw along a displacement u, summed over samples and
-            vectors; of each block alone by its first parameter, of all together by "".
+        along: the squared change along a displacement, if it was measured.
     """
 
     blocks: dict[str, Structure] = field(default_factory=dict)
     rows: RowStatistics | None = None
-    along: dict[str, Tensor] = field(default_factory=dict)
+    along: SquaredChange | None = None
 
     def __bool__(self) -> bool:
         return bool(self.blocks) or self.rows is not None
@@ -81,12 +93,15 @@ class CurvatureStatistics:
                 self.blocks[name].add_(block)
             else:
                 self.blocks[name] = block
-        for name, square in other.along.items():
-            self.along[name] = self.along[name] + square if name in self.along else square
+        if self.along is None or other.along is None:
+            self.along = self.along or other.along
+        else:
+            self.along = SquaredChange(self.along.value + other.along.value, self.along.blocks | other.along.blocks)
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
         self.blocks = {name: block.scaled(times**2) for name, block in self.blocks.items()}
         if self.rows is not None:
             self.rows.times *= times
-        self.along = {name: times**2 * square for name, square in self.along.items()}
+        if self.along is not None:
+            self.along = self.along._replace(value=times**2 * self.along.value)

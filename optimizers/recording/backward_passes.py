@@ -20,11 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvature.functional import graph_nodes
-from curvature.preconditioners import CurvatureStatistics
+from curvature.preconditioners import CurvatureStatistics, SquaredChange
 from optimizers.distributed.team import Team
 from optimizers.recording.model_outputs import Sums as OutputSums
 
-ALONG = "along"  # name of the sums `CurvatureStatistics.along`
+ALONG = "along"  # name of what `CurvatureStatistics.along` has
 
 
 @dataclass
@@ -53,11 +53,15 @@ class Measured:
         each = {name: block.sums(processes.rank, processes.size) for name, block in curvature.blocks.items()}
         sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
         sums |= {("", k): x for k, x in self.outputs.items()}
-        sums |= {(name, ALONG): x for name, x in curvature.along.items()}
+        if (along := curvature.along) is not None:  # of blocks there is only whether they were reached
+            sums |= {("", ALONG): along.value} | {(name, ALONG): along.value.new_zeros(0) for name in along.blocks}
         sums = team.summed(sums)
-        curvature.along = {name: x for (name, k), x in sums.items() if k == ALONG}
+        of_blocks = {pair: x for pair, x in sums.items() if pair[0] and pair[1] != ALONG}
+        curvature.blocks = team.store.statistics_from(of_blocks)
         self.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
-        curvature.blocks = team.store.statistics_from({pair: x for pair, x in sums.items() if pair[1] != ALONG})
+        if ("", ALONG) in sums:
+            reached = frozenset(name for name, k in sums if name and k == ALONG)
+            curvature.along = SquaredChange(sums["", ALONG], reached)
 
 
 class Passes:

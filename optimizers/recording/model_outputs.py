@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributions import Distribution
 
 from curvature.functional import graph_nodes
-from curvature.linalg import stack
+from curvature.linalg import read, stack
+from curvature.preconditioners import SquaredChange
 from curvature.recording import Tape
 from optimizers.steps.layer_vector import at_least_single
 
@@ -116,6 +117,14 @@ def samples_first(x: Any, count: int) -> Any:
 # -- how large outputs are, in the metric of the curvature: sums of each forward pass in, a norm out
 
 
+class OutputFacts(NamedTuple):
+    """What the host reads of the outputs of a step's passes: tensors, then numbers."""
+
+    squares: Any
+    numbers: Any  # of samples, and of entries
+    change: Any  # along the last step, squared
+
+
 class OutputScale:
     """The size of the outputs of the last batch, in the same units as the energies ``v^T M v`` of the curvature.
 
@@ -127,7 +136,9 @@ class OutputScale:
     def __init__(self) -> None:
         self.rms = 0.0  # zero while no outputs are known
         self.entries_per_sample = 1.0  # that an energy is a sum over; 1 but for isotropic curvature
-        self.along: Mapping[str, float] = {}  # `CurvatureStatistics.along` of the last renewal, means over samples
+        # the squared change that the last renewal saw along the last step, a mean over samples: by "", and by the
+        # first parameter of each block that it has reached
+        self.along: Mapping[str, float] = {}
 
     @staticmethod
     @torch.no_grad()
@@ -144,19 +155,19 @@ class OutputScale:
         """The sums of one pass over `count` samples for other curvature, given the sum of ``f^T H f`` over them."""
         return {"squares": squares, "numbers": torch.full_like(squares, count).expand(2)}
 
-    def update(self, sums: Sums, along: Sums) -> None:
+    def update(self, sums: Sums, along: SquaredChange | None) -> None:
         """Replace all by those of a step's passes, if it had any. The host reads them at once."""
         self.along = {}
         if not sums:
             return
-        first = sums["squares"]
-        numbers = [x.reshape(-1).to(first.device) for x in (first, sums["numbers"], *along.values())]
-        squares, count, entries, *energies = torch.cat(numbers).tolist()
-        if entries > 0 and math.isfinite(squares):
-            self.rms = math.sqrt(squares / entries)
+        facts = read(OutputFacts(sums["squares"], sums["numbers"], () if along is None else along.value))
+        count, entries = facts.numbers
+        if entries > 0 and math.isfinite(facts.squares):
+            self.rms = math.sqrt(facts.squares / entries)
         if entries > 0:
             self.entries_per_sample = entries / count
-        self.along = {name: square / count for name, square in zip(along, energies, strict=True)}
+        if along is not None:
+            self.along = dict.fromkeys(["", *along.blocks], facts.change / count)
 
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:
