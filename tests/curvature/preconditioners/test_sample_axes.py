@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import empirical
-from curvature.preconditioners import block_diagonal
+from curvature.preconditioners import SquaredChange
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded
 
@@ -92,14 +92,16 @@ def check_last_changes(make: Any, build: Any, batches: list[tuple[int, int]], mo
         model = build().double()
         data = [(torch.randn(n, t, 6, dtype=torch.float64), torch.randint(3, (n,))) for n, t in batches]
     changes: dict[str, Tensor] = {}
-    energies = block_diagonal._energies
-    monkeypatch.setattr(block_diagonal, "_energies", lambda own: changes.update(own) or energies(own))
-    opt, sent, arrived = make(model), [], []
+    sum_up = SquaredChange.of
+    monkeypatch.setattr(SquaredChange, "of", lambda of_blocks: changes.update(of_blocks) or sum_up(of_blocks))
+    opt, sent, arrived, squares = make(model), [], [], []
     measure = opt.recorder.store.measure
 
     def measured(tape: Any, outputs: Any, vectors: Any, *others: Any) -> Any:
         sent.append(vectors[0][0])
-        return measure(tape, outputs, vectors, *others)
+        statistics = measure(tape, outputs, vectors, *others)
+        squares.append(statistics.along)
+        return statistics
 
     opt.recorder.store.measure = measured
     opt.preconditioner.schedule.factor_every = 1
@@ -112,10 +114,14 @@ def check_last_changes(make: Any, build: Any, batches: list[tuple[int, int]], mo
         out.register_hook(arrived.append)
         F.cross_entropy(out, y).backward()
         opt.step()
-    found, vectors = torch.stack(list(changes.values())).sum(0), list(sent)
+    found, vectors, along = torch.stack(list(changes.values())).sum(0), list(sent), squares[-1] if squares else None
+    reached = set(changes)
     moved = jacobian_product(model, before, u, data[-1][0])
     if vectors:
-        torch.testing.assert_close(found, (moved * vectors[-1]).sum(1), rtol=1e-9, atol=1e-15)
+        expected = (moved * vectors[-1]).sum(1)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(along.value, expected.square().sum(), rtol=1e-9, atol=1e-15)
+        assert along.blocks == reached
     else:  # the loss's gradients, with a random sign for each sample, in units of the store
         expected = (moved * arrived[-1]).sum(1).abs()
         torch.testing.assert_close(found.abs() / found.norm(), expected / expected.norm(), rtol=1e-9, atol=1e-15)
