@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from curvature.gradients.batch import Batch
 from curvature.gradients.derived_weights import Terms
 from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host, widen, widest
+from curvature.linalg import full_precision, noise_floor, read, rounding_tolerance, to_device, to_host, widen, widest
 from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, facts_of, map_tensors, warn_once
 from curvature.terms import Term, contractions
 
@@ -382,7 +382,8 @@ def find_layouts(
     """
     count, floor = len(weights), noise_floor(weighted)
     tried: list[list[Layout]] = []
-    asked: list[Tensor] = []
+    flags: dict[int, Tensor] = {}  # of a single sample, whether a use has gradients
+    misfits: dict[int, Misfits] = {}
     for k, (b, bw) in enumerate(zip(backprops, weighted, strict=True)):
         if b is None or bw is None:
             tried.append([])
@@ -400,24 +401,32 @@ def find_layouts(
                 candidates = _plausible(candidates, b, bw, weights, allowed)
         tried.append(candidates)
         if count == 1:
-            asked.append(size > allowed)
+            flags[k] = size > allowed
         elif candidates:
             limits = allowed, _tolerance(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
-            asked += [*limits, *(_error(layout, b, bw, weights) for layout in candidates)]
-    told = iter([float(x) for x in to_host(asked)])
+            misfits[k] = Misfits(*limits, [_error(layout, b, bw, weights) for layout in candidates])
+    has_gradients, known_misfits = read((flags, misfits))
     if count == 1:
-        return tried, [b is None or bw is None or bool(next(told)) for b, bw in zip(backprops, weighted, strict=True)]
-    fits = [_fitting(layouts, [next(told) for _ in range(3 + len(layouts))]) if layouts else [] for layouts in tried]
+        return tried, [bool(has_gradients.get(k, True)) for k in range(len(tried))]
+    fits = [_fitting(layouts, known_misfits[k]) if layouts else [] for k, layouts in enumerate(tried)]
     return [layouts[:1] for layouts in fits], [len(layouts) <= 1 for layouts in fits]
 
 
-def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
+class Misfits(NamedTuple):
+    """How far the backprops of a use are from what its candidates say, and what explains it: tensors, then numbers."""
+
+    within_noise: Any
+    clear: Any
+    rounding: Any
+    errors: list[Any]
+
+
+def _fitting(layouts: list[Layout], misfits: Misfits) -> list[Layout]:
     """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass."""
-    within_noise, clear, rounding, *errors = told
-    for limit in clear, within_noise:  # gradients that vanish in a deep network have digits of their own
-        good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
+    for limit in misfits.clear, misfits.within_noise:  # vanishing gradients in a deep network have digits of their own
+        good = [(error, layout) for error, layout in zip(misfits.errors, layouts, strict=True) if error <= limit]
         if good:
-            near = 10 * min(error for error, _ in good) + rounding
+            near = 10 * min(error for error, _ in good) + misfits.rounding
             return [layout for error, layout in sorted(good, key=lambda pair: pair[0] > near)]
     return []
 
