@@ -68,11 +68,11 @@ class FullCurvature(CurvatureStore):
         new = [name for name in shapes if name not in known and (tape.parameters[name].uses or jacobian.depends(name))]
         return kept + layers_of(tape, new)
 
-    def _along(self, jacobian: Jacobian, batch: BatchFacts) -> SquaredChange | None:
+    def _along(self, jacobian: Jacobian, batch: BatchFacts) -> SquaredChange:
         """The change along the last step; one block for all parameters needs none, for it predicts the same."""
         blocks = [b.names for b in self.blocks if all(name in batch.displacement for name in b.names)]
         if not self.layerwise or not blocks:
-            return None
+            return SquaredChange()
         changes = jacobian.columns(batch.displacement, blocks) * (batch.count**0.5 if self.is_sum else 1.0)
         return SquaredChange(changes.sum(1).square().sum(), frozenset(names[0] for names in blocks))
 

@@ -55,13 +55,13 @@ class RowStatistics:
 class SquaredChange(NamedTuple):
     """``(v^T J u)^2``, what vectors v saw along a displacement u, summed over samples and vectors."""
 
-    value: Tensor
-    blocks: frozenset[str]  # those that u and v have reached, by their first parameters
+    value: Any = 0.0  # a tensor (), where blocks were reached
+    blocks: frozenset[str] = frozenset()  # those that u and v have reached, by their first parameters
 
     @staticmethod
-    def of(changes: Mapping[str, Tensor]) -> SquaredChange | None:
+    def of(changes: Mapping[str, Tensor]) -> SquaredChange:
         """From ``v^T J u`` (N,) of each block, for one vector."""
-        return SquaredChange(stack(changes.values()).sum(0).square().sum(), frozenset(changes)) if changes else None
+        return SquaredChange(stack(changes.values()).sum(0).square().sum() if changes else 0.0, frozenset(changes))
 
 
 @dataclass
@@ -71,12 +71,12 @@ class CurvatureStatistics:
     Attributes:
         blocks: sums over samples, by the first parameter of each leaf. They add up over processes, too.
         rows: processes gather these, which do not add up.
-        along: the squared change along a displacement, if it was measured.
+        along: the squared change along a displacement.
     """
 
     blocks: dict[str, Structure] = field(default_factory=dict)
     rows: RowStatistics | None = None
-    along: SquaredChange | None = None
+    along: SquaredChange = SquaredChange()
 
     def __bool__(self) -> bool:
         return bool(self.blocks) or self.rows is not None
@@ -93,15 +93,11 @@ class CurvatureStatistics:
                 self.blocks[name].add_(block)
             else:
                 self.blocks[name] = block
-        if self.along is None or other.along is None:
-            self.along = self.along or other.along
-        else:
-            self.along = SquaredChange(self.along.value + other.along.value, self.along.blocks | other.along.blocks)
+        self.along = SquaredChange(self.along.value + other.along.value, self.along.blocks | other.along.blocks)
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
         self.blocks = {name: block.scaled(times**2) for name, block in self.blocks.items()}
         if self.rows is not None:
             self.rows.times *= times
-        if self.along is not None:
-            self.along = self.along._replace(value=times**2 * self.along.value)
+        self.along = self.along._replace(value=times**2 * self.along.value)

@@ -53,7 +53,7 @@ class Measured:
         each = {name: block.sums(processes.rank, processes.size) for name, block in curvature.blocks.items()}
         sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
         sums |= {("", k): x for k, x in self.outputs.items()}
-        if (along := curvature.along) is not None:  # of blocks there is only whether they were reached
+        if (along := curvature.along).blocks:  # of which there is only that they were reached
             sums |= {("", ALONG): along.value} | {(name, ALONG): along.value.new_zeros(0) for name in along.blocks}
         sums = team.summed(sums)
         of_blocks = {pair: x for pair, x in sums.items() if pair[0] and pair[1] != ALONG}

@@ -155,18 +155,18 @@ class OutputScale:
         """The sums of one pass over `count` samples for other curvature, given the sum of ``f^T H f`` over them."""
         return {"squares": squares, "numbers": torch.full_like(squares, count).expand(2)}
 
-    def update(self, sums: Sums, along: SquaredChange | None) -> None:
+    def update(self, sums: Sums, along: SquaredChange) -> None:
         """Replace all by those of a step's passes, if it had any. The host reads them at once."""
         self.along = {}
         if not sums:
             return
-        facts = read(OutputFacts(sums["squares"], sums["numbers"], () if along is None else along.value))
+        facts = read(OutputFacts(sums["squares"], sums["numbers"], along.value if along.blocks else ()))
         count, entries = facts.numbers
         if entries > 0 and math.isfinite(facts.squares):
             self.rms = math.sqrt(facts.squares / entries)
         if entries > 0:
             self.entries_per_sample = entries / count
-        if along is not None:
+        if along.blocks:
             self.along = dict.fromkeys(["", *along.blocks], facts.change / count)
 
 

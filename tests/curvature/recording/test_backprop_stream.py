@@ -75,7 +75,5 @@ def test_statistics(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) ->
     assert set(first.blocks) == set(second.blocks)
     for name, block in first.blocks.items():
         torch.testing.assert_close(second.blocks[name].sums(0, 1), block.sums(0, 1))
-    assert (second.along is None) == (first.along is None)
-    if first.along is not None and second.along is not None:
-        assert second.along.blocks == first.along.blocks
-        torch.testing.assert_close(second.along.value, first.along.value)
+    assert second.along.blocks == first.along.blocks
+    torch.testing.assert_close(second.along.value, first.along.value)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature.preconditioners import SquaredChange
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.recording import model_outputs
@@ -210,9 +211,9 @@ def test_rows_of_a_loss_that_no_function_of_torch_made_are_refused():
 def test_outputs_that_are_masked_do_not_count_in_their_size():
     """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
     scale = OutputScale()
-    scale.update(OutputScale.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]), None)
+    scale.update(OutputScale.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]), SquaredChange())
     assert scale.rms is not None and float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
-    scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]), None)  # nothing to be learnt
+    scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]), SquaredChange())  # nothing to be learnt
     assert float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
 
 

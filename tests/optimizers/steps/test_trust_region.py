@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from curvature.preconditioners import SquaredChange
 from optimizers import EKFAC, KFAC
 from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
@@ -384,7 +385,7 @@ USUAL = TrustState(size=2.0, change=0.5, floor=1.0, norm=1.0, longest=1.0, lr=1.
 def test_output_change_is_that_of_one_entry() -> None:
     """Two samples of three entries each, which a step of energy 12 changes by 2 in the root mean square."""
     outputs, rule = OutputScale(), TrustRegionStep(Given())
-    outputs.update(OutputScale.of([torch.ones(2, 3)]), None)
+    outputs.update(OutputScale.of([torch.ones(2, 3)]), SquaredChange())
     context: Any = SimpleNamespace(outputs=outputs)
     assert rule._change(context, [2.0], [3.0]) == 2 and outputs.rms == 1
     rule.state = USUAL._replace(measured=6.0, predicted=2.0)
