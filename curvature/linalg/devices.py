@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+Nest = TypeVar("Nest")  # of tensors
 SHARED_MEMORY = "cpu", "mps"  # kinds of devices whose memory is that of the host
 
 
@@ -78,20 +79,21 @@ def widen(x: Tensor) -> Tensor:
     return x.to(widest(x.device.type))
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the CPU, in float64, by one transfer."""
-    away = [x for x in tensors if x.device.type != "cpu"]
+def to_host(tensors: Nest) -> Nest:
+    """The tensors of a list, or of a nest of tuples, lists and dicts, on the CPU, in float64, by one transfer."""
+    leaves, form = pytree.tree_flatten(tensors)
+    away = [x for x in leaves if x.device.type != "cpu"]
     # whole numbers alone are changed before they meet others; cat promotes the rest
     flat = [(x if x.is_floating_point() or x.dtype == torch.bool else widen(x)).reshape(-1) for x in away]
     whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu() if away else torch.empty(0, device="cpu")
     parts = iter(whole.split([x.numel() for x in away]))
-    return [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in tensors]
+    here = [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in leaves]
+    return cast("Nest", pytree.tree_unflatten(here, form))
 
 
 def read(facts: Any) -> Any:
-    """Numbers in the places of tensors, in a nest of named tuples, lists and dicts, by one transfer to the host."""
-    leaves, form = pytree.tree_flatten(facts)
-    return pytree.tree_unflatten([x.tolist() for x in to_host(leaves)], form)
+    """Numbers in the places of tensors, likewise."""
+    return pytree.tree_map(Tensor.tolist, to_host(facts))
 
 
 def look(flags: Sequence[Tensor]) -> list[bool]:

@@ -156,7 +156,7 @@ def _places_and_sizes(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Places, dict[str, list[Tensor]]]:
     """At which places biases are read with a weight (None: not in this piece); alpha beta, beta (2, t) on the host."""
-    pairs, flags = [], []
+    flags: dict[tuple[str, str], list[Tensor]] = {}  # by weight and bias, for each piece
     for other, shape in shapes.items():
         device = parts[0][other][0].device
         weights = [
@@ -166,21 +166,20 @@ def _places_and_sizes(
         ]
         rows = [contractions.gradients(part[other]) for part in parts] if weights else []
         for name in weights:
-            pairs.append((name, other))
-            flags += [
+            flags[name, other] = [
                 torch.cat([row.any()[None], (read.b[:, :, 0] == row[:, None]).all(2).all(0)])
                 for read, row in zip(reads[name], rows, strict=True)
             ]
-    squares = (_with_squares(read)[2:] for every in reads.values() for read in every)
-    sizes = [torch.stack([alpha * beta, beta]) for alpha, beta in squares]
-    numbers = iter(to_host([*flags, *sizes]))
+    squares = {name: [_with_squares(read)[2:] for read in every] for name, every in reads.items()}
+    sizes = {name: [torch.stack([alpha * beta, beta]) for alpha, beta in every] for name, every in squares.items()}
+    flags, sizes = to_host((flags, sizes))
     places: Places = {}
-    for name, other in pairs:
-        at = [next(numbers).bool().tolist() for _ in parts]
+    for pair, marks in flags.items():
+        at = [mark.bool().tolist() for mark in marks]
         is_read = [is_any for is_any, *_ in at]
         if any(is_read) and all(any(same) for is_any, *same in at if is_any):
-            places[name, other] = [same.index(True) if is_any else None for is_any, *same in at]
-    return places, {name: [next(numbers) for _ in every] for name, every in reads.items()}
+            places[pair] = [same.index(True) if is_any else None for is_any, *same in at]
+    return places, sizes
 
 
 def _is_positive(sizes: Tensor, at: int | None) -> bool:
