@@ -10,14 +10,12 @@ from torch import Tensor, nn
 import curvature
 from curvature.gradients import general_path, jacobian_products
 from curvature.gradients.batch import Batch
-from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.plans import plans_of
 from support.rows import all_of_rows
-from support.training import train
 
 pytestmark = pytest.mark.fast
 
@@ -160,14 +158,6 @@ def test_matrices_of_several_batches_are_those_of_one(forward: Forward, build: A
         found = build(model, LOSS, data)
         entries = found if isinstance(found, dict) else {"": found.to_dense().diagonal()}
         torch.testing.assert_close(torch.cat([v.flatten() for v in entries.values()]), diagonal)
-
-
-@pytest.mark.parametrize("forward", MODELS)
-@pytest.mark.parametrize("make", [KFAC, NaturalGradient])
-def test_optimizers_go_on_after_the_first_step(forward: Forward, make: Any) -> None:
-    model, x, y = computed(forward)
-    losses = train(model, make(model), LOSS, x, y, 6)
-    assert losses[-1] < losses[0]
 
 
 def test_a_read_without_entries_leaves_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.injections import (
@@ -24,12 +23,9 @@ from support.moments import (
     PLACES,
     WEIGHT,
     C,
-    binary,
     classes,
-    counts,
     hessian,
     mixing,
-    normal,
     randn,
     repeated,
     second_moment,
@@ -47,22 +43,6 @@ def check_expectation(inject, loss, output, target, expected, n=0, scale=1.0):
     given = None if target is None else repeated(target, n)
     vectors = inject.vectors(repeated(output, n), loss, given, generator=source(11)) * scale
     within_five_errors(second_moment(vectors), expected)
-
-
-@pytest.mark.parametrize(
-    "function, module, target",
-    [
-        (F.cross_entropy, nn.CrossEntropyLoss(), classes),
-        (F.mse_loss, nn.MSELoss(), normal),
-        (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss(), binary),
-        (F.poisson_nll_loss, nn.PoissonNLLLoss(), counts),
-    ],
-)
-def test_functions_of_torch_are_their_modules(function, module, target):
-    output = randn(4, C, PLACES)
-    for inject in ALL:
-        got, want = (inject.vectors(output, loss, target(output)) for loss in (function, module))
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss(reduction="sum")])
@@ -242,11 +222,6 @@ def test_cross_entropy_keeps_all_digits(logits):
     assert ((found - want).abs() <= allowed).all()
     assert ((product - want).abs() <= allowed).all()
     assert ((diagonal - want.diagonal()).abs() <= allowed.diagonal()).all()
-
-
-def test_one_class_has_no_curvature():
-    (pair,) = exact().pairs(randn(2, 1), nn.CrossEntropyLoss(), count=2)
-    assert pair[0].shape == (1, 2, 1) and not pair[0].any()
 
 
 @pytest.mark.parametrize("inject", [exact(), sampled(), propagated()], ids=str)
