@@ -1,4 +1,4 @@
-"""Injected vectors: expectations, scale, independence, randomness; what they are of all losses: test_output_hessian."""
+"""Injected vectors: expectations, scale, independence, randomness; what they are of all losses: test_injection_pairs."""
 
 import copy
 import math
