@@ -1,4 +1,4 @@
-"""Injected vectors: expectations, scale, independence, randomness; what they are of all losses: test_injection_pairs."""
+"""Injected vectors: expectations, scale, independence, randomness; what they are of all losses: injection_pairs."""
 
 import copy
 import math
@@ -143,21 +143,16 @@ def test_dtype_and_nothing_changed(inject, dtype):
     if inject == empirical() and dtype == torch.float64:
         loss = nn.CrossEntropyLoss(weight=WEIGHT)
     kept = output.detach().clone(), output.grad_fn, loss.weight.clone()
-    vectors = inject.vectors(output, loss, y)
-    assert vectors.dtype == dtype and not vectors.requires_grad and vectors.isfinite().all()
-    assert vectors.shape[1:] == output.shape
+    state, vectors = torch.get_rng_state(), inject.vectors(output, loss, y)
+    ((left, _),) = inject.pairs(output, loss, y, count=3)
+    product = inject.product(output, loss, y, count=3)(vectors)
+    assert vectors.shape[1:] == output.shape and torch.equal(state, torch.get_rng_state())
+    for found in (vectors, left, product):
+        assert found.dtype == dtype and not found.requires_grad and found.isfinite().all()
     assert output.requires_grad and output.grad is None and output.grad_fn is kept[1]
     assert torch.equal(output, kept[0]) and torch.equal(loss.weight, kept[2]) and loss.reduction == "mean"
     with torch.no_grad():
         assert torch.equal(inject.vectors(output, loss, y), vectors)
-
-
-def test_float32_is_accurate():
-    output, y = randn(3, C, PLACES), randn(3, C, PLACES, seed=2)
-    for loss in (nn.MSELoss(), mixing):
-        got = second_moment(exact().vectors(output.float(), loss, y.float()))
-        want = second_moment(exact().vectors(output, loss, y))
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_objects_are_values():
