@@ -349,11 +349,6 @@ def test_a_loss_without_brackets(name: str):
         getattr(curvature, name)(network(), nn.CrossEntropyLoss, (X, Y))
 
 
-def test_sparse_inputs():
-    with pytest.raises(TypeError, match=r"x: found a sparse tensor \(torch.sparse_coo\).*pass x.to_dense"):
-        curvature.per_sample_gradients(network(), nn.CrossEntropyLoss(), X.to_sparse(), Y)
-
-
 def test_an_error_of_the_model_is_raised_at_once():
     class Odd(nn.Linear):
         calls = 0

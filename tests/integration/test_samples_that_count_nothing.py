@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from support.cases.case import Raw
+from support.combinations import in_pairs
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -77,9 +78,7 @@ def take(tree: Any, some: Any) -> Any:
     return oracle.map_tensors(lambda t: t[some], tree)
 
 
-@pytest.mark.parametrize("ends", [(6,), (3, 6), (1, 2, 5, 6), (5, 6)], ids=str)
-@pytest.mark.parametrize("matrix", MATRICES)
-@pytest.mark.parametrize("name", LOSSES)
+@in_pairs(name=LOSSES, matrix=MATRICES, ends=[(6,), (3, 6), (1, 2, 5, 6), (5, 6)])
 def test_a_matrix_is_that_of_the_samples_that_count(name: str, matrix: str, ends: tuple[int, ...]) -> None:
     model, loss, x, y = prepared(name)
     starts = (0, *ends[:-1])
@@ -152,9 +151,11 @@ def test_a_loss_in_which_nothing_counts_is_refused() -> None:
             getattr(curvature, name)(model, loss, x, y)
 
 
-@pytest.mark.parametrize("loss", [lambda o, y: F.mse_loss(o, y), lambda o, y: (o - y).square().sum()])
-@pytest.mark.parametrize("sizes", [(1,), (4, 2), (1, 5), (1, 1, 4)], ids=str)
-@pytest.mark.parametrize("builder", [curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher])
+@in_pairs(
+    builder=[curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher],
+    sizes=[(1,), (4, 2), (1, 5), (1, 1, 4)],
+    loss=[lambda o, y: F.mse_loss(o, y), lambda o, y: (o - y).square().sum()],
+)
 def test_a_target_that_is_not_finite_is_no_weight_of_zero(builder: Any, sizes: tuple[int, ...], loss: Any) -> None:
     model, _, x, _ = prepared("squares")
     y = torch.randn(N, CLASSES)

@@ -29,16 +29,17 @@ def mixing(output, target):
     return (output.flatten(1) - target.flatten(1)).logsumexp(1).mean() + 0.1 * (output - target).square().mean()
 
 
-def cut(target, n):
+def cut(target, rows):
     if isinstance(target, dict):
-        return {key: value[n : n + 1] for key, value in target.items()}
-    return target[n : n + 1]
+        return {key: value[rows] for key, value in target.items()}
+    return target[rows]
 
 
-def hessian(loss, output, target, n):
-    """The oracle: (D, D), of the loss on sample n alone; 0 where that is 0/0, all being ignored."""
-    alone = lambda o: loss(o.reshape(1, *output.shape[1:]), cut(target, n))
-    return torch.autograd.functional.hessian(alone, output[n].flatten()).nan_to_num(0.0)
+def hessian(loss, output, target, n, rows=1):
+    """The oracle: (D, D), of the loss on sample n alone, of so many rows; 0 where that is 0/0, all being ignored."""
+    of_sample = slice(n * rows, (n + 1) * rows)
+    alone = lambda o: loss(o.reshape(rows, *output.shape[1:]), cut(target, of_sample))
+    return torch.autograd.functional.hessian(alone, output[of_sample].flatten()).nan_to_num(0.0)
 
 
 def second_moment(vectors):

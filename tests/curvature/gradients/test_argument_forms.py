@@ -1,4 +1,5 @@
-"""Forms of arguments: pairs, bags with offsets, packed sequences, dicts; and mistakes in them say what to do."""
+"""Forms of arguments: pairs, bags with offsets, packed sequences, dicts, logits with the classes last; and mistakes in
+them say what to do."""
 
 import logging
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvature
 from curvature.recording import warn_once
 from support.cases.case import Raw, seeded
+from support.combinations import in_turn
 from support.comparisons import matches
+from support.oracles import brute_force
 from support.rows import all_of_rows, real, rows_of
 
 pytestmark = pytest.mark.fast
@@ -335,3 +339,38 @@ def test_only_a_hinge_that_is_not_squared_is_called_linear(p: int, caplog: pytes
     with caplog.at_level(logging.WARNING):
         curvature.gauss_newton(model, nn.MultiMarginLoss(p=p), (x, y))
     assert ("piecewise linear" in caplog.text) == (p == 1)
+
+
+OF_CLASSES = {
+    "per_sample_gradients": curvature.per_sample_gradients,
+    "kfac": curvature.kfac,
+    "hessian": lambda *setting: curvature.hessian(*setting).trace(),
+}
+
+
+def words() -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()
+        x, y = torch.randint(7, (3, 5)), torch.randint(7, (3, 5))
+    y[0, 2] = -100
+    return model, x, y
+
+
+@in_turn(call=OF_CLASSES, loss=[nn.CrossEntropyLoss(), F.cross_entropy])
+def test_classes_on_the_last_axis_are_refused_with_the_loss_to_pass(call: str, loss: Any) -> None:
+    model, x, y = words()
+    with pytest.raises(ValueError, match=r"output \(3, 5, 7\) has its classes on the last axis.*movedim\(-1, 1\)"):
+        OF_CLASSES[call](model, loss, x, y)
+
+
+def test_the_loss_that_the_message_names_gives_the_rows_of_a_loop() -> None:
+    model, x, y = words()
+    loss = lambda output, y: F.cross_entropy(output.movedim(-1, 1), y, reduction="sum")
+    expected = brute_force.per_sample_gradients(model, loss, x, y)
+    torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
+
+
+def test_classes_on_axis_one_are_taken_as_they_were() -> None:
+    model, x, y = words()
+    first = nn.Sequential(model, nn.Flatten(1), nn.Unflatten(1, (5, 7)))
+    curvature.kfac(first, nn.CrossEntropyLoss(), (x, torch.randint(5, (3, 7))))  # of five classes at seven places

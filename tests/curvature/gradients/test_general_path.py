@@ -10,14 +10,14 @@ from torch import Tensor, nn
 import curvature
 from curvature.gradients import general_path, jacobian_products
 from curvature.gradients.batch import Batch
-from optimizers import KFAC, NaturalGradient
+from support.builders import dense
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
+from support.combinations import member
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.plans import plans_of
 from support.rows import all_of_rows
-from support.training import train
 
 pytestmark = pytest.mark.fast
 
@@ -145,29 +145,16 @@ def computed(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("forward", MODELS)
-def test_rows_and_what_is_made_of_them_are_right_at_every_call(forward: Forward) -> None:
+def test_computed_weights_beside_what_has_no_rule(forward: Forward) -> None:
+    """Rows at every call and what is made of them, matrices of one batch and of two."""
     model, x, y = computed(forward)
     all_of_rows(model, LOSS, x, y, oracle.per_sample_gradients(model, LOSS, x, y))
     assert all("E" in plan.general for plan in plans_of(model)), "the case is none"
-
-
-@pytest.mark.parametrize("forward", MODELS)
-@pytest.mark.parametrize("build", [curvature.fisher_diagonal, curvature.fisher_blocks, curvature.gauss_newton])
-def test_matrices_of_several_batches_are_those_of_one(forward: Forward, build: Any) -> None:
-    model, x, y = computed(forward)
-    diagonal = torch.diagonal(oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton)
-    for data in [[(x[:3], y[:3]), (x[3:], y[3:])], (x, y)]:
-        found = build(model, LOSS, data)
-        entries = found if isinstance(found, dict) else {"": found.to_dense().diagonal()}
-        torch.testing.assert_close(torch.cat([v.flatten() for v in entries.values()]), diagonal)
-
-
-@pytest.mark.parametrize("forward", MODELS)
-@pytest.mark.parametrize("make", [KFAC, NaturalGradient])
-def test_optimizers_go_on_after_the_first_step(forward: Forward, make: Any) -> None:
-    model, x, y = computed(forward)
-    losses = train(model, make(model), LOSS, x, y, 6)
-    assert losses[-1] < losses[0]
+    diagonal = oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton.diagonal()
+    for build in (curvature.fisher_diagonal, curvature.fisher_blocks, curvature.gauss_newton):
+        for data in ([(x[:3], y[:3]), (x[3:], y[3:])], (x, y)):
+            with member(build.__name__):
+                torch.testing.assert_close(dense(build(model, LOSS, data)).diagonal(), diagonal)
 
 
 def test_a_read_without_entries_leaves_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Models and losses in which samples meet: what is defined by samples is refused, rows of all others are exact."""
+"""Models and losses in which samples meet, also by their place in the batch, their number, gates and masks: what is
+defined by samples is refused, rows of all others are exact."""
 
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvature
-from curvature.recording import RecordingMode, Tape
 from support.cases.case import Raw
-from support.combinations import member
+from support.combinations import in_pairs, in_turn, member
+from support.comparisons import matches
 from support.oracles import brute_force
+from support.rows import all_of_rows
 
 N = 6
 ENTROPY = nn.CrossEntropyLoss()
@@ -53,7 +55,7 @@ MEETING = {
     "nodes of a graph": lambda: Raw(lambda m, x: GRAPH.to(x) @ m.b((GRAPH.to(x) @ m.a(x)).relu()), **layers()),
     "the last sample": lambda: Raw(last_of_the_batch, **layers()),
     "scaled": lambda: Raw(scaled_by_the_largest, **layers()),
-    "cumulative": lambda: Raw(lambda m, x: m.b(m.a(x).cumsum(0)), **layers()),
+    "cumulative": lambda: Raw(lambda m, x: m.b(torch.cumsum(m.a(x), dtype=x.dtype, dim=0)), **layers()),
     "whitened": lambda: Raw(whitened, a=nn.Linear(4, 5).requires_grad_(False), b=nn.Linear(4, 3)),
     "closed gate": lambda: Raw(lambda m, x: m.b(m.a(x) + m.gate * m.a(x).mean(0)), gate=nn.Parameter(torch.zeros(1)),
                                **layers()),
@@ -104,6 +106,7 @@ FUNCTIONS = {
     "ekfac": curvature.ekfac,
     "laplace": curvature.laplace,
 }
+in_double = pytest.mark.usefixtures("double")
 two_functions = pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
 
 
@@ -245,10 +248,10 @@ def test_numbers_that_move_nothing_are_not_asked_about():
     assert counts[0] and len(set(counts)) == 1
 
 
-@pytest.mark.parametrize(("count", "rows"), [(4, 2), (6, 2), (6, 3), (8, 2), (9, 3), (10, 5)])
-@pytest.mark.parametrize("function", ["per_sample_gradients", "kfac"])
-def test_samples_that_change_places(function, count, rows):
+@in_turn(table=[(4, 2), (6, 2), (6, 3), (8, 2), (9, 3), (10, 5)], function=["per_sample_gradients", "kfac"])
+def test_samples_that_change_places(table, function):
     """Of a table that is turned round: the first and the last one stay, and a sample alone cannot be turned."""
+    count, rows = table
     turned = lambda m, x: m.b(m.a(x).tanh().reshape(rows, len(x) // rows, -1).transpose(0, 1).flatten(0, 1))
     model = prepared(lambda: Raw(turned, **layers()))[0]
     refuse(function, model, torch.randn(count, 4).double(), torch.randint(3, (count,)))
@@ -401,17 +404,146 @@ def test_a_model_that_returns_its_own_loss():
             found.to_dense()
 
 
-COUNTED = {
-    "by place": lambda x: x.cumsum(0),
-    "by name": lambda x: torch.cumsum(x, dim=0),
-    "after another argument": lambda x: torch.cumsum(x, dtype=torch.float32, dim=0),
+def first_of_its_expert(m, x):
+    """An expert takes one sample; all others get nothing."""
+    taken = x[:, 0].abs().nonzero()[:1, 0]
+    return m.b(m.a(x).tanh()).index_add(0, taken, m.c(x[taken]))
+
+
+BY_PLACE = {
+    "a table with a row for each place": lambda m, x: m.b((m.a(x) + m.table[: len(x)]).tanh()),
+    "an index of places": lambda m, x: m.b(m.a(x) * m.table[torch.arange(len(x))]),
+    "divided by the number of samples": lambda m, x: m.b(m.a(x)) / len(x),
+    "the number of samples": lambda m, x: m.b((m.a(x) + len(x) * m.table[0]).tanh()),
+    "the first of its expert": first_of_its_expert,
+    "ranks": lambda m, x: m.b(m.a(x) * m.table[x[:, 0].argsort().argsort()]),
 }
+MATRICES = {"gauss_newton": curvature.gauss_newton, "hessian": curvature.hessian, "fisher": curvature.fisher}
 
 
-@pytest.mark.parametrize("count", COUNTED)
-def test_counts_along_the_samples_are_seen_however_the_axis_is_given(count):
-    model = Raw(lambda m, x: m.b(m.a(x)) + COUNTED[count]((x > 0).long()).sum() * 0, **layers())
-    tape, x = Tape(model), torch.randn(4, 4)
-    with RecordingMode(tape, model, x):
-        model(x)
-    assert tape.counts
+def by_place(name, count):
+    model, x, y = prepared(lambda: Raw(BY_PLACE[name], **layers(c=nn.Linear(4, 3), table=(8, 5))))
+    return model, x[:count], y[:count]
+
+
+@in_double
+@in_pairs(name=BY_PLACE, function=MATRICES, count=[2, 5])
+def test_matrices_of_samples_that_know_their_places_are_those_of_the_batch(name, function, count):
+    model, x, y = by_place(name, count)
+    reference = brute_force.of_the_batch(model, ENTROPY, x, y)[function == "hessian"]
+    found = MATRICES[function](model, ENTROPY, (x, y))
+    v = torch.linspace(0, 1, found.space.size)
+    torch.testing.assert_close(found.to_dense(), reference)
+    torch.testing.assert_close(found.diagonal(), reference.diagonal())
+    torch.testing.assert_close(found @ v, reference @ v)
+
+
+@in_pairs(
+    name=BY_PLACE, function=["per_sample_gradients", "per_sample_norms", "kfac", "empirical_fisher"], count=[2, 5]
+)
+def test_what_is_defined_by_samples_that_know_their_places_is_refused(name, function, count):
+    model, x, y = by_place(name, count)
+    for _ in range(2):
+        refuse(function, model, x, y)
+
+
+def test_a_model_that_takes_no_single_sample_is_not_refused():
+    def run(m, x):
+        assert len(x) > 1
+        return m.b(m.a(x).tanh())
+
+    model, x, y = prepared(lambda: Raw(run, **layers()))
+    rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
+    torch.testing.assert_close(
+        rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
+    )
+
+
+def test_draws_of_each_sample_are_not_taken_for_places():
+    run = lambda m, x: m.b(m.a(x) + 0.1 * torch.randn(len(x), 5, dtype=x.dtype))
+    model, x, y = prepared(lambda: Raw(run, **layers()))
+    curvature.per_sample_gradients(model, ENTROPY, x, y)
+
+
+@in_double
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_where_a_layer_cancels_says_nothing(seed):
+    """One sample alone is rounded in another way, and its output is as small as the rounding of what it consists of."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1, bias=False))
+    x, y = torch.cat([torch.randn(19, 1), 1e-5 * torch.randn(1, 1)]), torch.randn(20, 1)
+    with torch.no_grad():
+        model[0].bias.mul_(0.01)
+        model[0].weight[32:], model[0].bias[32:] = 1.01 * model[0].weight[:32], model[0].bias[:32]
+        model[2].weight[:, :32] = 100 * torch.randn(32)
+        model[2].weight[:, 32:] = -model[2].weight[:, :32]
+    found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
+    model.zero_grad()
+    nn.MSELoss()(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name].mean(0), p.grad, rtol=1e-3, atol=1e-3)
+
+
+def gated(m, x):
+    return m.b(m.a(x) + m.gate * m.a(x).mean(0))
+
+
+MASKS = torch.eye(N, dtype=torch.float64), torch.eye(N, dtype=torch.float64) + 0.5 * torch.eye(N).roll(1, 0)
+BUFFERS = {
+    "a gate": (gated, torch.zeros(()), torch.full((), 0.5)),
+    "a mask": (lambda m, x: m.b(m.gate[: len(x), : len(x)] @ m.a(x)), *MASKS),
+    "a switch": (lambda m, x: m.b(torch.where(m.gate, m.a(x) - m.a(x).mean(0), m.a(x))),
+                 torch.tensor(False), torch.tensor(True)),
+}  # fmt: skip
+
+
+@in_double
+@pytest.mark.parametrize("function", ["per_sample_gradients", "per_sample_norms", "kfac", "ekfac", "empirical_fisher"])
+@pytest.mark.parametrize("name", [*BUFFERS, "an adjacency matrix that is an input"])
+def test_what_alone_mixes_samples(name, function):
+    inside = name in BUFFERS
+    forward, shut, opened = BUFFERS[name] if inside else (lambda m, x, A: m.b((A @ m.a(x)).tanh()), *MASKS)
+    model = Raw(forward, **layers(**({"gate": shut.clone()} if inside else {})))
+    for state in (shut, opened, shut, opened if inside else opened.T):
+        x, y = torch.randn(N, 4), torch.randint(3, (N,))
+        given = x if inside else (x, state)
+        if inside:
+            model.gate.copy_(state)
+        if state is shut:
+            FUNCTIONS[function](model, ENTROPY, given, y)
+            continue
+        refuse(function, model, given, y)
+        if inside:
+            found = curvature.gauss_newton(model, ENTROPY, (x, y))
+            torch.testing.assert_close(found.to_dense() @ torch.ones(43), found @ torch.ones(43))
+
+
+def test_buffers_are_counted_once_where_they_stay(monkeypatch):
+    counted, count = [], torch.count_nonzero
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+    x, y = torch.randn(N, 4), torch.randint(3, (N,))
+    monkeypatch.setattr(torch, "count_nonzero", lambda t: (counted.append(t), count(t))[1])
+    for _ in range(3):
+        curvature.per_sample_norms(model, ENTROPY, x, y)
+    assert len(counted) == 3  # buffers
+
+
+@in_double
+def test_hooks_on_parameters_that_come_and_go():
+    """As one that masks the gradient of a pruned weight."""
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(N, 4), torch.randint(3, (N,))
+    mask = (torch.rand(5, 4) > 0.5).double()
+
+    def compare():
+        all_of_rows(model, ENTROPY, x, y, brute_force.per_sample_gradients(model, ENTROPY, x, y))
+        reference = brute_force.Matrices(model, ENTROPY, (x, y)).gauss_newton
+        found = curvature.gauss_newton(model, ENTROPY, (x, y))
+        matches(found.to_dense(), reference)
+        matches(found @ torch.ones(43), reference @ torch.ones(43))
+
+    compare()
+    for _ in range(2):
+        hook = model[0].weight.register_hook(lambda g: g * mask)
+        compare()
+        hook.remove()
+        compare()

@@ -13,7 +13,7 @@ from torch import distributions as D
 
 import curvature
 from support.cases.case import Raw, seeded
-from support.combinations import member
+from support.combinations import in_pairs, in_turn, member
 from support.oracles import brute_force
 from support.rows import all_of_rows, rows_of, same
 
@@ -151,21 +151,6 @@ def test_the_log_says_why_samples_may_meet_in_the_loss(caplog: pytest.LogCapture
     assert "random numbers" not in caplog.text
 
 
-def growing(m: Any, x: Tensor) -> Any:
-    m.scale.mul_(1.5)
-    return m.inner(x * m.scale.clone())
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_rows_are_from_the_buffers_that_there_are(name: str) -> None:
-    inner, loss, x, y = problem(name)
-    expected = curvature.per_sample_gradients(inner, loss, 1.5 * x, y)
-    model = Raw(growing, inner=inner, scale=torch.ones(())).double()
-    for _ in range(2):
-        same(curvature.per_sample_gradients(model, loss, x, y), {f"inner.{key}": g for key, g in expected.items()})
-        assert float(model.scale) == 1
-
-
 SIZES = {
     "a divisor": [2, 4, 2, 6], "all of the batch": [4, 8, 4, 4], "alike": [4, 4, 4, 4], "unlike": [1, 2, 3, 1],
     "none": [0, 2, 4, 2],
@@ -193,9 +178,7 @@ def of_sizes(sizes: str, form: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     return model, lambda output, y: torch.stack([one(o, t) for o, t in zip(output, y, strict=True)]).mean(), x, y
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 4])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", SIZES)
+@in_pairs(sizes=SIZES, form=FORMS, chunk=[None, 1, 2, 3, 4])
 def test_a_list_with_an_entry_for_each_sample(sizes: str, form: str, chunk: int | None) -> None:
     """Sizes that the number of samples divides are no axis of samples."""
     model, loss, x, y = of_sizes(sizes, form)
@@ -204,8 +187,7 @@ def test_a_list_with_an_entry_for_each_sample(sizes: str, form: str, chunk: int 
         same(curvature.per_sample_gradients(model, loss, x, y, chunk=chunk), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", SIZES)
+@in_turn(sizes=SIZES, form=FORMS)
 def test_such_a_list_after_dropout_is_of_the_recorded_pass(sizes: str, form: str) -> None:
     inner, loss, x, y = of_sizes(sizes, form)
 
@@ -220,8 +202,7 @@ def test_such_a_list_after_dropout_is_of_the_recorded_pass(sizes: str, form: str
     same(rows, {f"inner.{name}": g for name, g in expected.items()})
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", SIZES)
+@in_turn(sizes=SIZES, form=FORMS)
 def test_samples_that_meet_before_such_a_list(sizes: str, form: str) -> None:
     inner, loss, x, y = of_sizes(sizes, form)
     centred = Raw(lambda m, x: m.inner(torch.cat([x[:, :1], x[:, 1:] - x[:, 1:].mean(0)], 1)), inner=inner)

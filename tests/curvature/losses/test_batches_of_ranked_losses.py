@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from support.combinations import in_turn
 from support.oracles.brute_force import Matrices
 
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
@@ -52,16 +53,6 @@ RANKED: dict[str, Loss] = {
     "weights by frequency": by_frequency,
     "weights by place": by_place,
 }
-APART: dict[str, Loss] = {
-    "weights of classes": lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([0.2, 1.0, 3.0])),
-    "some ignored": lambda o, y: F.cross_entropy(o, y, ignore_index=1),
-    "a masked mean": lambda o, y: (squares(o, y) * (y != 0)).sum() / (y != 0).sum().clamp(min=1),
-    "a masked sum": lambda o, y: (squares(o, y) * (y != 0)).sum(),
-    "a weighted hinge": lambda o, y: ((y + 1) * (0.3 - o[:, 0]).relu()).sum() / (y + 1).sum(),
-    "an index": lambda o, y: squares(o[y != 0], y[y != 0]).sum(),
-    "plain": lambda o, y: entropies(o, y).mean(),
-}
-SIZES = [(2, 2), (1, 1, 1, 1), (4, 2, 6)]
 
 
 def batches(sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -71,8 +62,7 @@ def batches(sizes: tuple[int, ...], seed: int) -> tuple[nn.Module, Tensor, Tenso
     return model, x, y, list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", RANKED)
+@in_turn(name=RANKED, sizes=[(2, 2), (1, 1, 1, 1), (4, 2, 6), (2, 4)])
 def test_losses_in_which_samples_count_by_the_others(name: str, sizes: tuple[int, ...]) -> None:
     """Right, where samples do not meet in these data, or refused."""
     refused, loss = 0, RANKED[name]
@@ -87,16 +77,6 @@ def test_losses_in_which_samples_count_by_the_others(name: str, sizes: tuple[int
         else:
             torch.testing.assert_close(found, reference)
     assert refused
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", APART)
-def test_losses_of_samples_of_any_weight(name: str, sizes: tuple[int, ...]) -> None:
-    for seed in range(2):
-        model, x, y, data = batches(sizes, seed)
-        y[0] = 2
-        reference = Matrices(model, APART[name], (x, y)).hessian
-        torch.testing.assert_close(curvature.hessian(model, APART[name], data).to_dense(), reference)
 
 
 def test_a_loss_that_takes_no_few_samples_says_so() -> None:

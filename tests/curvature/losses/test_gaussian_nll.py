@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature import check_gradients, per_sample_gradients
-from curvature.gradients.batch import Batch
 from curvature.losses.table import join_heads, per_sample_losses, resolve, sample_masses
 from support.combinations import pairwise
 from support.moments import rand, randn
@@ -82,20 +81,6 @@ def test_per_sample_gradients(loss, form):
     check_gradients(model, loss, x, y)
 
 
-@FORMS
-def test_gradients_of_the_batch_and_of_one_sample(form):
-    model, x, loss = Net(form), randn(6, 4), nn.GaussianNLLLoss()
-    y = randn(6, 1, 3, seed=5) if form is parted else randn(6, 3, seed=5)
-    batch = Batch.of(model, loss, x, y)
-    want = torch.autograd.grad(torch_loss(loss, model(x), y), list(model.parameters()))
-    for got, g in zip(batch.gradients().values(), want, strict=True):
-        torch.testing.assert_close(got, g, rtol=1e-10, atol=1e-12)
-    one = per_sample_gradients(model, loss, x[:1], y[:1])
-    many = per_sample_gradients(model, loss, x, y)
-    for name in one:
-        torch.testing.assert_close(one[name][0], many[name][0], rtol=1e-10, atol=1e-12)
-
-
 @LOSSES
 @pytest.mark.parametrize("shape", [(6, 3), (6, 1), (6, 2, 4), (6, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
@@ -125,12 +110,6 @@ def test_samples_along_another_dim(dim):
     )
 
 
-def test_no_other_loss_joins_its_outputs():
-    outputs = (randn(2, 3), rand(2, 3))
-    assert join_heads(nn.MSELoss(), outputs) is outputs
-    assert join_heads(resolve(nn.GaussianNLLLoss()), outputs).shape == (2, 6)
-
-
 def refused(match, output, target, count=2):
     with pytest.raises(ValueError, match=f"GaussianNLLLoss.*{match}"):
         per_sample_losses(nn.GaussianNLLLoss(), output, target, count)
@@ -148,10 +127,3 @@ def test_refusals():
         per_sample_losses(nn.GaussianNLLLoss(reduction="none"), rand(2, 6), randn(2, 3), 2)
     with pytest.raises(ValueError, match=r"found tuple|mean, variance"):
         resolve(nn.GaussianNLLLoss())((rand(2, 3),) * 3, randn(2, 3))
-
-
-def test_the_loss_of_the_user_stays_as_it_is():
-    loss = nn.GaussianNLLLoss(full=True)
-    state = dict(vars(loss))
-    per_sample_losses(loss, rand(2, 6), randn(2, 3), 2)
-    assert vars(loss) == state

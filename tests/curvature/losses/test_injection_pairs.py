@@ -1,6 +1,5 @@
-"""Pairs and products of injections, one row or several to a sample, against torch's differentiation of one sample."""
+"""Vectors, pairs and products of injections, one row or several to a sample, against torch's differentiation of it."""
 
-import itertools
 import math
 from functools import partial
 
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
-from curvature.losses.output_hessian import OutputBatch
 from curvature.losses.table import resolve, sample_masses
 from support.combinations import member
 from support.moments import (
@@ -21,34 +19,53 @@ from support.moments import (
     binary,
     classes,
     counts,
+    hessian,
+    ignoring,
     joined_moment,
+    mixing,
     normal,
+    rand,
     randn,
     repeated,
+    second_moment,
     soft,
     source,
     within_five_errors,
 )
+from support.output_batches import masses_of, root_of, sampler_of
 
 DOUBLE = torch.float64
 ROWS = pytest.mark.parametrize("rows", [1, 2])
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:(reduction. 'mean'|There is a performance drop)")]
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)"),
+]
+
+unbroadcast = lambda target: lambda output: target(output)[:, :1]
+softened = lambda output: (randn(*output.shape, seed=4)).softmax(1)
 
 
-def ignoring(output):
-    target = classes(output)
-    target.view(-1)[0] = -100
-    return target
+def gaussian(output, target):
+    """Neither diagonal nor convex."""
+    mean, log_precision = output.flatten(1).chunk(2, 1)
+    return 0.5 * ((mean - target.flatten(1)[:, : mean.shape[1]]).square() * log_precision.exp() - log_precision).mean()
 
 
-def mixing(output, target):
+def paired(output, target):
+    return mixing(output, target["a"]) + F.mse_loss(output, target["b"])
+
+
+pair = lambda output: {"a": normal(output), "b": soft(output)}
+
+
+def entangled(output, target):
     """Every entry of a sample meets every other, also those of other rows; not convex."""
     return ((output - target).flatten().logsumexp(0) + output.prod(1).sum() ** 2) / 3
 
 
 def branches(output, target):
     """Nothing that vmap can follow."""
-    return mixing(output, target) if float(output.detach().sum()) else output.sum()
+    return entangled(output, target) if float(output.detach().sum()) else output.sum()
 
 
 class Half(torch.autograd.Function):
@@ -65,110 +82,194 @@ class Half(torch.autograd.Function):
         return Half.apply(g) if float(g.abs().sum()) else g
 
 
-def heads(output):
-    """Means and positive variances of the same shape."""
-    return torch.cat([output, output.exp()], 1)
+def with_likelihood(reduction):
+    """id, loss, target, whether the target is needed."""
+    entropy = partial(nn.CrossEntropyLoss, reduction=reduction)
+    bce = partial(nn.BCEWithLogitsLoss, reduction=reduction)
+    return [
+        ("entropy", entropy(), classes, False),
+        ("entropy_smoothed", entropy(label_smoothing=0.3), classes, False),
+        ("entropy_ignored", entropy(), ignoring, True),
+        ("entropy_ignored_smoothed", entropy(label_smoothing=0.3), ignoring, True),
+        ("entropy_ignored_class", entropy(ignore_index=1), classes, True),
+        ("entropy_weight", entropy(weight=WEIGHT), classes, True),
+        ("entropy_all", entropy(weight=WEIGHT, label_smoothing=0.3), ignoring, True),
+        ("entropy_soft", entropy(), soft, True),
+        ("entropy_soft_all", entropy(weight=WEIGHT, label_smoothing=0.3), soft, True),
+        ("bce", bce(), binary, False),
+        ("bce_soft", bce(), lambda o: rand(*o.shape), False),
+        ("bce_weight", bce(weight=WEIGHT[:, None]), binary, False),
+        ("bce_pos_weight", bce(pos_weight=WEIGHT[:, None]), binary, True),
+        ("bce_both", bce(weight=WEIGHT.flip(0)[:, None], pos_weight=WEIGHT[:, None]), lambda o: rand(*o.shape), True),
+        ("mse", nn.MSELoss(reduction=reduction), normal, False),
+        ("mse_broadcast", nn.MSELoss(reduction=reduction), unbroadcast(normal), False),
+        ("poisson", nn.PoissonNLLLoss(reduction=reduction, full=True), counts, False),
+    ]
 
 
-def same(output):
-    return output
+def without_likelihood(reduction):
+    return [
+        ("huber", nn.HuberLoss(reduction=reduction, delta=0.7), normal, True),
+        ("smooth_l1", nn.SmoothL1Loss(reduction=reduction, beta=0.8), normal, True),
+        ("l1", nn.L1Loss(reduction=reduction), normal, True),
+        ("kl", nn.KLDivLoss(reduction=reduction), softened, True),
+        ("soft_margin", nn.SoftMarginLoss(reduction=reduction), lambda o: 2 * binary(o) - 1, True),
+        ("multilabel", nn.MultiLabelSoftMarginLoss(reduction=reduction), binary, True),
+    ]
 
 
-def log_softmax(output):
-    return output.log_softmax(1)
-
-
-# id, loss, target of the raw output, link from the raw output: the Hessian is what exact() has
-HESSIANS = [
-    ("entropy", nn.CrossEntropyLoss, {}, classes, same),
-    ("entropy_all", nn.CrossEntropyLoss, {"weight": WEIGHT, "label_smoothing": 0.3}, ignoring, same),
-    ("entropy_soft", nn.CrossEntropyLoss, {"weight": WEIGHT}, soft, same),
-    ("bce", nn.BCEWithLogitsLoss, {"pos_weight": torch.tensor(2.5, dtype=DOUBLE)}, binary, same),
-    ("mse", nn.MSELoss, {}, normal, same),
-    ("poisson", nn.PoissonNLLLoss, {}, counts, same),
-    ("huber", nn.HuberLoss, {"delta": 0.7}, normal, same),
-    ("kl", nn.KLDivLoss, {}, soft, log_softmax),
-]
-# those where exact() has the expected Hessian, and there is another
-OTHERS = [
-    ("nll", nn.NLLLoss, {"weight": WEIGHT}, ignoring, log_softmax),
-    ("bce_probability", nn.BCELoss, {}, binary, torch.sigmoid),
-    ("poisson_rate", nn.PoissonNLLLoss, {"log_input": False}, counts, torch.exp),
-    ("gaussian", nn.GaussianNLLLoss, {}, normal, heads),
-]
 CALLABLES = [
-    ("mixing", mixing, normal),
-    ("branches", branches, normal),
-    ("no_batching", lambda o, t: (Half.apply(o).square() * t.exp()).mean() + mixing(o, t), normal),
-    ("partial", partial(F.cross_entropy, label_smoothing=0.1), classes),
-    ("concave", lambda o, t: -0.5 * (o - t).square().sum(), normal),
-    ("linear", lambda o, t: (o * t).mean(), normal),
+    ("mixing", mixing, normal, True),
+    ("dict", paired, pair, True),
+    ("partial", partial(F.cross_entropy, label_smoothing=0.1), classes, True),
+    ("lambda_sum", lambda o, t: 0.5 * (o - t).square().sum(), normal, True),
+    ("linear", lambda o, t: (o * t).mean(), normal, True),
 ]
+NOT_CONVEX = {
+    "entangled": entangled,
+    "branches": branches,
+    "no_batching": lambda o, t: (Half.apply(o).square() * t.exp()).mean() + entangled(o, t),
+    "concave": lambda o, t: -0.5 * (o - t).square().sum(),
+}
 
 
-def modules(cases):
-    for (name, kind, options, target, link), reduction in itertools.product(cases, ("mean", "sum")):
-        yield pytest.param(kind(reduction=reduction, **options), target, link, id=f"{name}_{reduction}")
+def both_reductions(cases):
+    return [
+        pytest.param(*case[1:], id=f"{case[0]}_{reduction}")
+        for reduction in ("mean", "sum")
+        for case in cases(reduction)
+    ]
 
 
-CONVEX = list(modules(HESSIANS))
-EXPECTED = list(modules(OTHERS))
-OPAQUE = [pytest.param(loss, target, same, id=name) for name, loss, target in CALLABLES]
+LIKELIHOODS = both_reductions(with_likelihood)
+CONVEX = [
+    *LIKELIHOODS,
+    *both_reductions(without_likelihood),
+    *(pytest.param(*case[1:], id=case[0]) for case in CALLABLES),
+]
+SHAPES = [(1, (4, C)), (2, (4, C)), (1, (4, C, PLACES)), (2, (4, C, PLACES)), (1, (2, C, 2, 2))]  # rows of a sample
 
 
-def sample_hessians(loss, output, target, count):
-    """The oracle: of every sample's own loss, (N, D, D), with D all entries of its rows."""
-    found = []
-    for o, y in zip(output.chunk(count), target.chunk(count), strict=True):
-        alone = lambda flat, o=o, y=y: resolve(loss)(flat.reshape(o.shape), y)
-        found.append(torch.autograd.functional.hessian(alone, o.flatten()).nan_to_num(0.0))
-    return torch.stack(found)
+def takes(loss, shape):
+    """Weights of shape (C, 1) are for one dim of places; the multi-label losses take (N, C) alone."""
+    column = any(getattr(loss, name, None) is not None for name in ("weight", "pos_weight"))
+    if isinstance(loss, nn.BCEWithLogitsLoss) and column:
+        return len(shape) == 3
+    return len(shape) == 2 or not isinstance(loss, nn.MultiLabelSoftMarginLoss)
 
 
 def matrix(inject, output, loss, target, count, **options):
     return joined_moment(inject.pairs(output, loss, target, count=count, **options), count)
 
 
-def drawn(target, link, rows, shape=(C,)):
-    raw = randn(2 * rows, *shape)
-    return link(raw), target(raw)
+def assert_hessians(loss, output, target, given, rows, is_convex=True):
+    """Of pairs, products and, of a sample of one row, vectors, with what is given of the target."""
+    want = torch.stack([hessian(resolve(loss), output, target, n, rows) for n in range(len(output) // rows)])
+    for inject in (exact(), Curved()):
+        got = matrix(inject, output, loss, given, len(want), size=4)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        assert_products(inject, output, loss, given, want)
+    if rows == 1 and is_convex:
+        got = second_moment(exact().vectors(output, loss, given))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def assert_products(inject, output, loss, y, want, tolerance=1e-10):
+    product, z = inject.product(output, loss, y, count=len(want)), randn(3, *output.shape, seed=6)
+    for some in (z, z[:1]):
+        flat = some.reshape(len(some), len(want), -1)
+        expected = torch.einsum("nij,knj->kni", want, flat).reshape(some.shape)
+        torch.testing.assert_close(product(some), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("loss, target, needed", CONVEX)
+def test_hessians(loss, target, needed):
+    """Where the target is not needed, without it too."""
+    for rows, shape in [(rows, shape) for rows, shape in SHAPES if takes(loss, shape)]:
+        output = randn(*shape)
+        y = target(output)
+        for given in [y] if needed else [y, None]:
+            with member(f"{shape} in {rows} rows, with target: {given is not None}"):
+                assert_hessians(loss, output, y, given, rows)
 
 
 @ROWS
-@pytest.mark.parametrize("loss, target, link", CONVEX + OPAQUE)
-def test_pairs_and_products_are_the_hessian(loss, target, link, rows):
-    output, y = drawn(target, link, rows)
-    want = sample_hessians(loss, output, y, 2)
-    for inject in (exact(), Curved()):
-        with member(inject):
-            got = matrix(inject, output, loss, y, 2, size=4)
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-            assert_products(inject, output, loss, y, want)
+@pytest.mark.parametrize("name", NOT_CONVEX)
+def test_hessians_that_have_no_root(name, rows):
+    output = randn(2 * rows, C)
+    assert_hessians(NOT_CONVEX[name], output, normal(output), normal(output), rows, is_convex=False)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), lambda o, t: (o - t).exp().sum()]
+)
+def test_one_number_per_sample(loss):
+    output = randn(4)
+    assert_hessians(loss, output, binary(output), binary(output), 1)
+
+
+def test_no_curvature_where_all_is_ignored_and_of_a_single_class():
+    output, loss = randn(3, C, PLACES), nn.CrossEntropyLoss(weight=WEIGHT)
+    y = ignoring(output).index_fill(0, torch.tensor(0), -100)
+    assert_hessians(loss, output, y, y, 1)
+    for inject, some in ((exact(), y[:1]), (Curved(), y[:1])):
+        assert not matrix(inject, output[:1], loss, some, 1).any()
+    assert not exact().vectors(randn(3, 1), nn.CrossEntropyLoss(), torch.zeros(3, dtype=torch.long)).any()
+
+
+def test_kl_batchmean():
+    output, loss = randn(2, C).log_softmax(1), nn.KLDivLoss(reduction="batchmean")
+    assert not exact().vectors(output, loss, softened(output)).any() and masses_of(loss, output).eq(1).all()
+
+
+def test_labels_are_drawn_from_the_model():
+    """p - v is one-hot at a class drawn with probability p; a class without probability never comes."""
+    output = torch.tensor([[0.3, -math.inf, 1.1]], dtype=torch.float64).repeat(MANY, 1)
+    p = output.softmax(1)
+    labels = p - sampler_of(nn.CrossEntropyLoss(), output)(1, source())[0]
+    torch.testing.assert_close(labels.sort(1).values, torch.tensor([0.0, 0, 1]).double().expand(MANY, -1))
+    assert labels[:, 1].abs().max() == 0
+    assert (labels.mean(0) - p[0]).abs().max() < 5 * math.sqrt(0.25 / MANY)
+
+
+# where exact() has the expected Hessian, and there is another: loss, target of the raw output, link from it
+def heads(output):
+    """Means and positive variances of the same shape."""
+    return torch.cat([output, output.exp()], 1)
+
+
+def log_softmax(output):
+    return output.log_softmax(1)
+
+
+EXPECTED = [
+    pytest.param(loss, target, link, id=f"{type(loss).__name__}_{reduction}")
+    for reduction in ("mean", "sum")
+    for loss, target, link in (
+        (nn.NLLLoss(weight=WEIGHT, reduction=reduction), ignoring, log_softmax),
+        (nn.BCELoss(reduction=reduction), binary, torch.sigmoid),
+        (nn.PoissonNLLLoss(log_input=False, reduction=reduction), counts, torch.exp),
+        (nn.GaussianNLLLoss(reduction=reduction), normal, heads),
+    )
+]
 
 
 @ROWS
 @pytest.mark.parametrize("loss, target, link", EXPECTED)
 def test_the_hessian_that_depends_on_the_label(loss, target, link, rows):
-    output, y = drawn(target, link, rows)
-    want = sample_hessians(loss, output, y, 2)
+    raw = randn(2 * rows, C)
+    output, y = link(raw), target(raw)
+    want = torch.stack([hessian(resolve(loss), output, y, n, rows) for n in range(2)])
     torch.testing.assert_close(matrix(Curved(), output, loss, y, 2), want, rtol=1e-9, atol=1e-9)
     assert_products(Curved(), output, loss, y, want, tolerance=1e-9)
 
 
-def assert_products(inject, output, loss, y, want, tolerance=1e-10):
-    z = randn(3, *output.shape, seed=6)
-    got = inject.product(output, loss, y, count=len(want))(z)
-    flat = z.reshape(3, len(want), -1)
-    torch.testing.assert_close(
-        got.reshape(flat.shape), torch.einsum("nij,knj->kni", want, flat), rtol=tolerance, atol=tolerance
-    )
-
-
 @ROWS
-@pytest.mark.parametrize("loss, target, link", CONVEX + EXPECTED)
+@pytest.mark.parametrize("loss, target, link", EXPECTED)
 def test_rows_of_a_sample_are_terms_of_its_loss(loss, target, link, rows):
     """m rows of a mean make blocks of their own masses: what the rows have as samples of a sum, but for the mean."""
-    output, y = drawn(target, link, rows, (C, PLACES))
+    raw = randn(2 * rows, C, PLACES)
+    output, y = link(raw), target(raw)
     got = matrix(exact(), output, loss, y, 2)
     each = matrix(exact(), output, loss, y, 2 * rows).unflatten(0, (2, rows))
     masses = sample_masses(loss, output, y, 2 * rows).reshape(2, rows)
@@ -180,14 +281,20 @@ def test_rows_of_a_sample_are_terms_of_its_loss(loss, target, link, rows):
 
 
 RANDOM = [sampled(2), propagated(2), isotropic(2)]
-WITH_LIKELIHOOD = [case for case in CONVEX + EXPECTED if not case.id.startswith(("huber", "kl"))]
+DRAWN = [
+    pytest.param(loss, target, lambda raw: raw, id=case.id)
+    for case in LIKELIHOODS
+    for loss, target, _ in [case.values]
+    if takes(loss, (4, C))
+]
 
 
 @pytest.mark.parametrize("inject", [*RANDOM[:2], sampled(30)], ids=str)
-@pytest.mark.parametrize("loss, target, link", WITH_LIKELIHOOD)
+@pytest.mark.parametrize("loss, target, link", DRAWN + EXPECTED)
 def test_random_pairs_with_rows(loss, target, link, inject):
     """Copies of one sample of two rows: on average what exact() has, rows of one sample being independent."""
-    output, y = drawn(target, link, 2)
+    raw = randn(4, C)
+    output, y = link(raw), target(raw)
     want = matrix(exact(), output, loss, y, 2)[0]
     copies = [t[:2].repeat(MANY, *[1] * (t.ndim - 1)) for t in (output, y)]
     got = matrix(inject, copies[0], loss, copies[1], MANY, generator=source(8))
@@ -218,7 +325,12 @@ def test_more_labels_than_classes(loss):
 
 @pytest.mark.parametrize(
     "loss, link",
-    [(nn.BCEWithLogitsLoss(), same), (nn.BCELoss(), torch.sigmoid), (nn.MSELoss(), same), (nn.PoissonNLLLoss(), same)],
+    [
+        (nn.BCEWithLogitsLoss(), lambda raw: raw),
+        (nn.BCELoss(), torch.sigmoid),
+        (nn.MSELoss(), lambda raw: raw),
+        (nn.PoissonNLLLoss(), lambda raw: raw),
+    ],
 )
 def test_more_labels_than_entries(loss, link):
     """One pair for an output with one entry; the variance is that of one label over their number."""
@@ -328,25 +440,6 @@ def test_a_callable_of_many_entries_streams():
     torch.testing.assert_close(right, 2 / 20_000 * left + 2 / 20_000**2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("inject", [exact(), Curved(), *RANDOM], ids=lambda inject: type(inject).__name__)
-def test_dtypes(inject, dtype):
-    output, loss = randn(4, C).to(dtype).requires_grad_(), nn.CrossEntropyLoss()
-    y, z = classes(output), randn(2, 4, C).to(dtype)
-    state = torch.get_rng_state()
-    ((left, _),) = inject.pairs(output, loss, y, count=2)
-    product = inject.product(output, loss, y, count=2)(z)
-    assert left.dtype == product.dtype == dtype and not left.requires_grad and not product.requires_grad
-    assert product.isfinite().all() and output.grad is None and torch.equal(state, torch.get_rng_state())
-
-
-def test_hessian_product_serves_many_calls():
-    output, y = randn(2, C), randn(2, C, seed=3)
-    product = OutputBatch.of(output, mixing, y, 2, None).product()
-    z = randn(5, 2, C, seed=4)
-    torch.testing.assert_close(product(z), torch.cat([product(one[None]) for one in z]))
-
-
 def test_refuses_what_torch_differentiates_once():
     output = randn(2, C)
     product = exact().product(output, nn.MultiMarginLoss(p=2), classes(output), count=2)
@@ -386,9 +479,87 @@ def test_refusals(inject):
             inject.product(output, count=2)
 
 
-def test_nan_stays_in_its_sample():
-    output = randn(4, C)
+@pytest.mark.parametrize(
+    "loss, mass",
+    [
+        (nn.CrossEntropyLoss(), 1 / PLACES),
+        (nn.NLLLoss(), 1 / PLACES),
+        (nn.CrossEntropyLoss(weight=WEIGHT), 1 / PLACES),
+        (nn.CrossEntropyLoss(reduction="sum"), 1.0),
+        (nn.MSELoss(), 1 / (C * PLACES)),
+        (nn.L1Loss(), 1 / (C * PLACES)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), 1 / (C * PLACES)),
+        (nn.BCEWithLogitsLoss(reduction="sum"), 1.0),
+        (mixing, 1.0),
+    ],
+)
+def test_masses_without_target(loss, mass):
+    got = masses_of(loss, randn(2, C, PLACES), strict=False)
+    torch.testing.assert_close(got, torch.full_like(got, mass))
+
+
+@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_masses_of_places(make):
+    output, target = randn(2, C, 3), torch.tensor([[0, -100, 2], [-100, -100, -100]])
+    masses = torch.tensor([WEIGHT[0], 0.0, WEIGHT[2]], dtype=torch.float64)
+    for reduction, expected in (("mean", masses / masses.sum()), ("sum", masses)):
+        got = masses_of(make(weight=WEIGHT, reduction=reduction), output, target)
+        torch.testing.assert_close(got, torch.stack([expected, 0 * expected])[:, None])
+
+
+def test_refuses_a_little_negative_curvature_but_no_rounding_error():
+    with pytest.raises(ValueError, match="not convex"):
+        root_of(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
+    for seed in range(5):  # rank 1 of 40
+        output, line = randn(4, 40, seed=seed).float(), randn(40, seed=9).float()
+        root_of(lambda o, t, line=line: (o @ line).square().mean(), output, output)
+
+
+def spoilt(*shape):
+    """A nan in one sample hides no negative curvature elsewhere."""
+    output = randn(*shape)
     output[1, 0] = math.nan
-    for loss in (nn.CrossEntropyLoss(), mixing):
-        got = matrix(exact(), output, loss, classes(output) if loss is not mixing else normal(output), 2)
-        assert got[0].isnan().any() and got[1].isfinite().all()
+    return output
+
+
+D, E = randn(4, C), randn(4, C + 1)
+NO_LIKELIHOOD = "CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"
+REFUSED = {
+    "neither diagonal nor convex": (root_of, (gaussian, E, binary(E)), "not convex in the output"),
+    "concave": (root_of, (lambda o, t: -(o - t).square().mean(), E, E), "not convex in the output"),
+    "a saddle": (root_of, (lambda o, t: (o[:, 0] * o[:, 1]).mean(), E, E), "not convex in the output"),
+    "a negative weight": (
+        root_of, (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(-3.0)), E, binary(E)), "not convex in the output"
+    ),
+    "concave beside a nan": (
+        root_of, (lambda o, t: -(o - t).square().mean(), spoilt(3, C), randn(3, C)), "not convex"
+    ),
+    "not differentiable": (root_of, (lambda o, t: (o > t).double().mean(), D, D), "not differentiable"),
+    **{
+        f"{find.__name__} of {type(loss).__name__} with weights alone": (
+            find, (loss, D), f"has {name}=, which needs the target"
+        )
+        for find in (root_of, sampler_of)
+        for loss, name in (
+            (nn.CrossEntropyLoss(WEIGHT), "weight"),
+            (nn.NLLLoss(WEIGHT), "weight"),
+            (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), "pos_weight"),
+        )
+    },
+    **{
+        f"no target for {name}": (root_of, (loss, D), "the target, which is missing")
+        for name, loss in (("mixing", mixing), ("Huber", nn.HuberLoss()), ("KL", nn.KLDivLoss()))
+    },
+    "no likelihood of KL": (sampler_of, (nn.KLDivLoss(), D, D), f"KLDivLoss.*{NO_LIKELIHOOD}"),
+    "no likelihood of Huber": (sampler_of, (nn.HuberLoss(), D, D), f"HuberLoss.*{NO_LIKELIHOOD}"),
+    "no likelihood of one's own": (sampler_of, (mixing, D, D), f"mixing.*{NO_LIKELIHOOD}"),
+    "no axis of classes": (root_of, (nn.CrossEntropyLoss(), randn(3)), r"\(N, C, ...\)"),
+    "two shapes": (root_of, (nn.MSELoss(), randn(3, 1), randn(3, 2)), "give both the same shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_losses_without_root_or_likelihood_are_refused(name):
+    find, given, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        find(*given)

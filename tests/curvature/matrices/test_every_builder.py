@@ -14,6 +14,7 @@ from curvature.recording import warn_once
 from support.builders import BUILDERS as OPERATORS
 from support.builders import evaluated
 from support.cases.case import seeded
+from support.combinations import in_pairs
 from support.comparisons import matches
 from support.moments import within_five_errors
 from support.oracles import brute_force as oracle
@@ -119,9 +120,7 @@ def test_dropout_that_is_active_is_named(training: bool, caplog: pytest.LogCaptu
 LOW = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # a few roundings of each, in the numbers that are squared
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["cast model", "autocast"])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("builder", [*OPERATORS, "fisher_blocks", "kfac", "ekfac"])
+@in_pairs(builder=[*OPERATORS, "fisher_blocks", "kfac", "ekfac"], dtype=LOW, autocast=[False, True])
 def test_low_precision(builder: str, dtype: torch.dtype, autocast: bool):
     """Models in half precision have matrices in single precision; autocast ends where the model does."""
     with seeded(0):

@@ -112,19 +112,6 @@ def test_columns_elsewhere_take_two_backward_passes(monkeypatch: Any) -> None:
     assert kinds == [Linearised]
 
 
-def test_a_module_that_the_model_holds_twice_keeps_its_parameters(monkeypatch: Any) -> None:
-    """`torch.func.functional_call` does not give them back."""
-    with seeded(0):
-        norm, x = nn.GroupNorm(1, 3), torch.randn(4, 3).double()
-        model = nn.Sequential(norm, nn.Sequential(nn.Linear(3, 3), nn.Tanh(), norm)).double()
-    held, kinds = [*model.parameters()], ways_taken(monkeypatch)
-    operator = curvature.gauss_newton(model, nn.MSELoss(), (x, x.roll(1, 0)))
-    expected = oracle.Matrices(model, nn.MSELoss(), (x, x.roll(1, 0))).gauss_newton
-    torch.testing.assert_close(operator @ torch.eye(18).double(), expected)
-    assert kinds == [ForwardMode]
-    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
-
-
 def test_other_functions_at_a_known_shape_are_compared_anew(monkeypatch: Any) -> None:
     """A branch that the first batch does not take has a wrong forward derivative."""
     with seeded(0):

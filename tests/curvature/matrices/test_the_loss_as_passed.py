@@ -245,15 +245,3 @@ def test_the_hessian_of_a_loss_whose_gradient_is_zero_is_refused_where_torch_los
     model = Raw(lambda m, x: SineByNumpy.apply(m.a(x)), a=nn.Linear(4, 3)).double()
     with pytest.raises(RuntimeError, match=r"\(SineByNumpy\)"):
         curvature.hessian(model, STATIONARY["squares"], (X, Y)).to_dense()
-
-
-def test_batch_norm_in_training_mode_is_refused_by_every_builder():
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    for name in ("fisher_diagonal", "fisher_blocks", "kfac", "ekfac"):
-        with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
-            getattr(curvature, name)(model, nn.CrossEntropyLoss(), X, LABELS)
-    for name in ("fisher", "gauss_newton", "empirical_fisher", "hessian"):
-        operator = getattr(curvature, name)(model, nn.CrossEntropyLoss(), X, LABELS)
-        for form in (operator.diagonal, lambda op=operator: op @ drawn(op.space.size)):
-            with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
-                form()
