@@ -61,10 +61,9 @@ class TrustRegionConstants:
     # bounds
     trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
     even: float = 0.5  # power of a layer's movement that is divided out: shares of norms come nearer to each other
-    least: float = 0.03  # least movement of a layer, as a share of its norm, for the longest gradient at first ...
+    least: float = 0.03  # least movement of a layer, as a share of its norm, at first; ...
     early: float = 50.0  # ... over the roots of one plus the steps over this, all and those since lr moved, ...
-    less: float = 0.9  # ... times this at each sign of instability, until lr moves ...
-    quiet: float = 1 / 3  # ... over this power of how far gradients have shrunk: so has their noise
+    quiet: float = 2 / 3  # ... or times this power of how far gradients have shrunk, whichever is less
     top: float = 0.5  # largest change of the outputs, as a share of their size
     memory: float = 0.999  # decay of the longest gradient
     # gradients
@@ -83,11 +82,10 @@ class TrustState(NamedTuple):
 
     size: float  # multiplies the direction
     change: float  # running root mean square of the outputs' predicted change for step size one; zero at a new scale
-    floor: float  # share that signs of instability have left of the least movement
     norm: float  # running mean of the gradients' norms, each clipped
     longest: float  # its largest value, slowly forgotten
     lr: float  # of the last step
-    unmoved: float = 0.0  # number of steps since it has moved, or the loss has another scale; half where data turn
+    unmoved: float = 0.0  # number of steps since it has moved, or the loss has another scale
     spread: float = 0.0  # running standard deviation of the gradients' norms
     slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
     kept: float = 1.0  # share of it that the bounds on the layers have left
@@ -171,7 +169,7 @@ class TrustRegionStep(StepRule):
         # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
         steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
         if state is None:
-            state = TrustState(0.0, change, 1.0, facts.norm, facts.norm, lr)
+            state = TrustState(0.0, change, facts.norm, facts.norm, lr)
         else:
             state = adapted(state, ratio, facts.norm, steps, lr, horizon(preconditioner.monitor.steps), c)
         state, size = bounded(state, change, reach, least_size(state, moves, steps, c), c)
@@ -353,11 +351,11 @@ def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionCon
 def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state where a batch turns against steps on which those before it agreed: data come in blocks.
 
-    What has grown within a block is not to be trusted in the next one: the step size is the least, which is less. Where
-    gradients have become short, steps converge, and may well turn.
+    What has grown within a block is not to be trusted in the next one: the step size is the least. Where gradients have
+    become short, steps converge, and may well turn.
     """
     is_turn = ratio < -c.turn and slope_ratio(state.ends, state.starts) > c.turn and state.norm > c.turn * state.longest
-    return state._replace(size=0.0, floor=c.less * state.floor, unmoved=state.unmoved / 2) if is_turn else state
+    return state._replace(size=0.0) if is_turn else state
 
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
@@ -391,8 +389,6 @@ def adapted(
     # the new norm in units of the old; as long after a step was undone as before, it is the scale of the loss
     is_new_scale = norm > c.far and not state.slope
     unit = norm if is_new_scale else 1 + weight * (clipped(norm, 1.0, c) - 1)
-    # a schedule anneals where it moves lr: what anneals by itself begins anew
-    floor = 1.0 if lr != state.lr else state.floor * (c.less if is_unstable else 1.0)
     return state._replace(
         size=size * math.exp(growth) * unit,
         starts=starts / unit,
@@ -401,7 +397,6 @@ def adapted(
         norm=state.norm * unit,
         longest=max(state.norm * unit, c.memory * state.longest),
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
-        floor=floor,
         lr=lr,
         unmoved=0.0 if is_new_scale or lr != state.lr else state.unmoved + 1,
     )
@@ -415,13 +410,16 @@ def clipped(length: float, usual: float, c: TrustRegionConstants) -> float:
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state after the last step was undone: the secant's step size for its ratio of slopes."""
     size = state.size * state.kept / (1 - ratio)
-    return state._replace(size=size, slope=0.0, kept=1.0, floor=c.less * state.floor)
+    return state._replace(size=size, slope=0.0, kept=1.0)
 
 
 def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
-    """The step size of the least movement: of the geometric mean over layers, given their movements for size one."""
+    """The step size of the least movement: of the geometric mean over layers, given their movements for size one.
+
+    Noise has to be annealed where gradients stay as long as they are. Where they shrink, so does their noise.
+    """
     annealed = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early))
-    movement = c.least / annealed * state.floor * (state.norm / state.longest) ** (1 - c.quiet)
+    movement = c.least * min(1 / annealed, (state.norm / state.longest) ** c.quiet)
     return movement / max(geometric_mean(moves), TINY)
 
 

@@ -217,7 +217,7 @@ def test_memory_is_known_before_training(kind: type[KFAC]):
 def test_how_far_a_sketch_has_moved_shows_in_its_diagonal():
     """The same matrix has many sketches. Without a drift a layer of two sketches would never be inverted again."""
     torch.manual_seed(0)
-    model, x = nn.Linear(2100, 2100), torch.randn(8, 2100)
+    model, x = nn.Sequential(nn.Linear(2100, 2100), nn.Linear(2100, 2)), torch.randn(8, 2100)
     opt = KFAC(model, factor_every=1)
     before = []
     for size in (1.0, 1.0, 2.0):

@@ -118,7 +118,7 @@ def test_a_squeezed_output_of_one_sample_is_an_output(optimizer: Any, inject: An
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
 
 
-is_diagonal = lambda side: torch.equal(side, torch.diag_embed(side.diagonal(dim1=1, dim2=2)))
+is_diagonal = lambda side: side.ndim == 2  # (groups, rows), of a whole one (groups, rows, rows)
 
 
 def made(head: nn.Module, end: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
@@ -158,8 +158,7 @@ INDIRECT = {
 def test_the_output_layer_has_a_diagonal(end):
     side = row_side(made(nn.Linear(3, 4), end))
     assert is_diagonal(side)
-    means = side.diagonal(dim1=1, dim2=2)  # of 50 squared normal numbers
-    torch.testing.assert_close(means, torch.ones(1, 4), rtol=0, atol=0.9)
+    torch.testing.assert_close(side, torch.ones(1, 4), rtol=0, atol=0.9)  # means of 50 squared normal numbers
 
 
 def test_nothing_is_compared_to_know_the_output_of_an_autocast_region(monkeypatch: pytest.MonkeyPatch):

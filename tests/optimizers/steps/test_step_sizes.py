@@ -28,7 +28,7 @@ LATER = 1000  # steps
 
 
 def state(**known: float) -> TrustState:
-    values = {"size": 2.0, "change": 0.5, "floor": 1.0, "norm": 1.0, "longest": 1.0}
+    values = {"size": 2.0, "change": 0.5, "norm": 1.0, "longest": 1.0}
     values |= {"lr": 1.0, "spread": 0.1, "slope": -1.0, "starts": -1.0, "ends": 0.0}
     return TrustState(**(values | known))
 
@@ -63,13 +63,6 @@ def test_negative_slopes_alone_shrink_the_step_ever_more_slowly() -> None:
     assert unstable.size / unstable.norm == pytest.approx(2 * math.exp(-C.growth / HORIZON))
 
 
-def test_signs_of_instability_lower_the_floor() -> None:
-    floors = [look(state(), ratio, norm).floor for ratio, norm in ((-1.0, 1.6), (1.0, 1.6), (-1.0, 1.0))]
-    assert floors == pytest.approx([C.less, 1, 1])
-    assert look(state(spread=0.5), -1.0, 1.6).floor == 1  # norms are as different as that
-    assert undone(state(), -3.0, C).floor == pytest.approx(C.less)
-
-
 def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
     """A tenth of the step was made: a size far above that would shrink without effect."""
     assert look(state(kept=0.1, ends=1.0), -1.0).size == pytest.approx(0.2 * math.exp(-1 / (LATER + 1)))
@@ -77,17 +70,17 @@ def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
 
 
 def test_a_schedule_anneals_alone() -> None:
-    """What signs of instability have lowered comes back where lr moves; as it falls, slopes are followed faster.
+    """What anneals at a constant rate begins anew where lr moves; as it falls, slopes are followed faster.
 
     Where it stays below one, or rises, growth is slower below one, and no faster above.
     """
-    lowered = state(floor=0.01, ends=-1.0, unmoved=7)
-    assert look(lowered, 1.0).floor == 0.01 and look(lowered, 1.0).unmoved == 8
+    annealed = state(ends=-1.0, unmoved=7)
+    assert look(annealed, 1.0).unmoved == 8
     for before, lr, factor in ((1.0, 0.5, C.falling), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
-        moved = look(lowered._replace(lr=before), 1.0, lr=lr)
-        assert (moved.floor, moved.unmoved, moved.lr) == (1, 0, lr)
+        moved = look(annealed._replace(lr=before), 1.0, lr=lr)
+        assert (moved.unmoved, moved.lr) == (0, lr)
         assert moved.size == pytest.approx(2 * math.exp(factor * C.growth / 30))
-    assert look(lowered._replace(lr=0.5), 1.0, lr=0.5).size == pytest.approx(2 * math.exp(0.5 * C.growth / 30))
+    assert look(annealed._replace(lr=0.5), 1.0, lr=0.5).size == pytest.approx(2 * math.exp(0.5 * C.growth / 30))
 
 
 def test_gradients_count_for_a_bounded_length() -> None:
@@ -120,11 +113,10 @@ def test_after_an_overshoot_the_step_size_is_that_of_the_secant() -> None:
         assert look(after, 0.0).size == after.size
 
 
-def test_a_turn_of_the_data_takes_half_of_the_annealing_back() -> None:
+def test_where_data_turn_the_step_size_is_the_least() -> None:
     """Batches agreed (a mean ratio of 1/2) until one turns; short gradients may well turn."""
     agreed = state(ends=-0.5, unmoved=8.0)
-    turned = begun_again(agreed, -0.5, C)
-    assert (turned.size, turned.floor, turned.unmoved) == (0, C.less, 4)
+    assert begun_again(agreed, -0.5, C) == agreed._replace(size=0)
     for known, ratio in ((agreed, -0.2), (state(ends=-0.2, unmoved=8.0), -0.5), (agreed._replace(longest=5.0), -0.5)):
         assert begun_again(known, ratio, C) == known
 
@@ -142,13 +134,19 @@ def test_bounds_on_the_step_size() -> None:
     assert bounded(state(size=1e-9), 0.5, 1.0, 3.0, C)[1] == pytest.approx(C.top / 0.5)  # the outputs decide
 
 
-def test_the_least_movement_shrinks_over_time_and_less_than_gradients() -> None:
-    """The root of two shorter after fifty steps, and again if lr rests; gradients of an eighth leave a quarter."""
+def test_the_least_movement_shrinks_over_time_or_less_than_gradients() -> None:
+    """The root of two shorter after fifty steps, and again if lr rests; gradients of an eighth leave a quarter.
+
+    The shorter of the two counts.
+    """
     moves = [0.5, 8.0]
     assert least_size(state(), moves, 0, C) == pytest.approx(C.least / 2)
     assert least_size(state(), moves, int(C.early), C) == pytest.approx(C.least / 2 / 2**0.5)
     assert least_size(state(unmoved=C.early), moves, int(C.early), C) == pytest.approx(C.least / 4)
-    assert least_size(state(norm=0.125, floor=0.9), moves, 0, C) == pytest.approx(0.25 * 0.9 * C.least / 2)
+    for unmoved in (0.0, C.early):
+        known = state(norm=0.125, unmoved=unmoved)
+        assert least_size(known, moves, int(C.early), C) == pytest.approx(0.25 * C.least / 2)
+    assert least_size(state(norm=0.125, unmoved=7 * C.early), moves, int(7 * C.early), C) == pytest.approx(C.least / 16)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])

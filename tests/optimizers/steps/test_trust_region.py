@@ -18,7 +18,7 @@ from curvature.preconditioners import SquaredChange
 from optimizers import EKFAC, KFAC
 from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
-from optimizers.steps.directions import Direction, horizon
+from optimizers.steps.directions import HORIZON, Direction, horizon
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from optimizers.steps.rule import StepContext
 from optimizers.steps.trust_region import (
@@ -157,7 +157,7 @@ def test_the_step_size_follows_the_slopes() -> None:
         run = Stepped({"p": torch.full((100,), 100.0).double()}, Given(), 100.0, 100.0)
         run.step(p=torch.ones(100).double())
         before = run.known.size
-        run.rule.state = run.known._replace(floor=1e-9)
+        run.rule.state = run.known._replace(longest=1e9)  # so that no least movement raises it
         assert run.step(p=torch.full((100,), second).double())["step_size"] == pytest.approx(before * math.exp(growth))
 
 
@@ -226,7 +226,7 @@ def test_a_bad_batch_changes_nothing_and_the_second_undoes_the_last_step() -> No
     run.step(**BAD)
     run.close(a=[3.0, 4.0], b=[0.9, 0.0])
     assert run.known.slope == 0 and run.overshoots == 1 and (run.opt.steps, run.opt.skipped) == (1, 2)
-    assert run.known.size == 0 and run.known.floor == before.floor * C.less
+    assert run.known.size == 0
     run.step(**BAD)  # there is nothing left to undo
     run.close(a=[3.0, 4.0], b=[0.9, 0.0])
 
@@ -335,12 +335,13 @@ def test_training_does_not_depend_on_units(optimizer: type[KFAC], scale: float) 
 
 def test_a_gradient_that_is_clipped_counts_in_full_as_a_sign_of_instability() -> None:
     """Ten times the mean, which no clipped one is; a tenth of it points back along the last step."""
-    run = Stepped({"p": torch.full((2,), 100.0).double()}, Given(), 1.0, 2.0)
+    run = Stepped({"p": torch.full((2,), 100.0).double()}, Given(), 100.0, 200.0)
     run.step(p=torch.tensor([1.0, 0.0]).double())
-    run.rule.state = run.known._replace(spread=1.0)
-    before = run.known.floor
+    run.rule.state = run.known._replace(spread=1.0, longest=1e9)
+    before = run.known
     run.step(p=torch.tensor([-0.1, 10.0]).double())
-    assert run.known.floor == pytest.approx(C.less * before)
+    shrunk = math.exp(-0.1 * C.growth / HORIZON)
+    assert run.known.size / run.known.norm == pytest.approx(shrunk * before.size / before.norm, rel=1e-3)
 
 
 class Reads(TorchFunctionMode):
@@ -379,7 +380,7 @@ def test_an_ordinary_step_reads_once(optimizer: type[KFAC]) -> None:
 
 # -- energies along steps
 
-USUAL = TrustState(size=2.0, change=0.5, floor=1.0, norm=1.0, longest=1.0, lr=1.0)
+USUAL = TrustState(size=2.0, change=0.5, norm=1.0, longest=1.0, lr=1.0)
 
 
 def test_output_change_is_that_of_one_entry() -> None:
