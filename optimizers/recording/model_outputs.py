@@ -136,9 +136,8 @@ class OutputScale:
     def __init__(self) -> None:
         self.rms = 0.0  # zero while no outputs are known
         self.entries_per_sample = 1.0  # that an energy is a sum over; 1 but for isotropic curvature
-        # the squared change that the last renewal saw along the last step, a mean over samples: by "", and by the
-        # first parameter of each block that it has reached
-        self.along: Mapping[str, float] = {}
+        self.squared_change = 0.0  # that the last renewal saw along the last step, a mean over samples ...
+        self.reached: frozenset[str] = frozenset()  # ... in blocks with these first parameters
 
     @staticmethod
     @torch.no_grad()
@@ -157,7 +156,7 @@ class OutputScale:
 
     def update(self, sums: Sums, along: SquaredChange) -> None:
         """Replace all by those of a step's passes, if it had any. The host reads them at once."""
-        self.along = {}
+        self.squared_change, self.reached = 0.0, frozenset(along.blocks)
         if not sums:
             return
         facts = read(OutputFacts(sums["squares"], sums["numbers"], along.value if along.blocks else ()))
@@ -167,7 +166,7 @@ class OutputScale:
         if entries > 0:
             self.entries_per_sample = entries / count
         if along.blocks:
-            self.along = dict.fromkeys(["", *along.blocks], facts.change / count)
+            self.squared_change = facts.change / count
 
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:

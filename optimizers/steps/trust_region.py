@@ -167,7 +167,7 @@ class TrustRegionStep(StepRule):
         reach = context.outputs.rms or self._change(context, bounds, energies)  # of zeros their change at the bounds
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
-        steps, lr = preconditioner.monitor.steps - self.first_step, max([own["lr"] for own in context.options.values()])
+        steps, lr = preconditioner.monitor.steps - self.first_step, max([x["lr"] for x in context.options.values()])
         if state is None:
             state = TrustState(0.0, change, facts.norm, facts.norm, lr)
         else:
@@ -257,13 +257,13 @@ class TrustRegionStep(StepRule):
         # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of the
         # squared change that u causes, where the positions of a sample, or several layers, pull in one direction.
         # What is measured is of the blocks that this batch has reached: so is what was predicted.
-        state, along = self.state, context.outputs.along
-        reached = [name for block in context.preconditioner.blocks if block.names[0] in along for name in block.names]
-        predicted = sum([self.energies.get(name, 0.0) for name in reached])
-        if state is None or not (predicted and along[""]):
+        state, measured, reached = self.state, context.outputs.squared_change, context.outputs.reached
+        names = [name for block in context.preconditioner.blocks if block.names[0] in reached for name in block.names]
+        predicted = sum([self.energies.get(name, 0.0) for name in names])
+        if state is None or not (predicted and measured):
             return
-        context.preconditioner.schedule.note_energies(along[""], predicted * state.underestimate)
-        self.state = with_energies(state, along[""], predicted, self.constants)
+        context.preconditioner.schedule.note_energies(measured, predicted * state.underestimate)
+        self.state = with_energies(state, measured, predicted, self.constants)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
@@ -271,8 +271,8 @@ class TrustRegionStep(StepRule):
         return math.sqrt(sum([rate**2 * energy for rate, energy in zip(rates, energies, strict=True) if energy]) * gain)
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
-        found = {name: state.get("displacement") for name, state in states.items()} if self.state else {}
-        return {name: d for name, d in found.items() if d is not None}
+        steps = {name: state.get("displacement") for name, state in states.items()} if self.state else {}
+        return {name: d for name, d in steps.items() if d is not None}
 
     # -- checkpoints
 
@@ -495,10 +495,10 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
     tables = {name for block in context.preconditioner.blocks if block.has_separate_rows for name in block.names}
     for name, size in zip(d.layout.names, sizes, strict=True) if tables else ():
         if name in tables:
-            table, own = to_local(context.trained[name]), d[name]
+            table, rows = to_local(context.trained[name]), d[name]
             norm = lambda x: torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x]))
             longest = trust * norm(table).clamp(min=max(size, 1.0) / max(len(context.trained[name]), 1) ** 0.5)
-            own.mul_((longest / norm(own).clamp(min=torch.finfo(longest.dtype).tiny)).clamp(max=1)[:, None])
+            rows.mul_((longest / norm(rows).clamp(min=torch.finfo(longest.dtype).tiny)).clamp(max=1)[:, None])
 
 
 def decay_weights(context: StepContext, layout: Layout, moved: Sequence[float]) -> None:

@@ -27,8 +27,6 @@ from support.architecture import (
 )
 
 pytestmark = pytest.mark.fast
-# Where variables may still be called `found` or `own`.
-VAGUE = {"optimizers/steps/trust_region.py"}
 
 
 def test_arrows_point_down() -> None:
@@ -71,9 +69,7 @@ def test_files_and_functions_are_small() -> None:
 
 
 def test_variables_say_what_they_hold() -> None:
-    assert_none(
-        name_faults(path for path in modules_of(ROOT).values() if path.relative_to(ROOT).as_posix() not in VAGUE)
-    )
+    assert_none(name_faults(modules_of(ROOT).values()))
 
 
 @pytest.mark.parametrize("line", ["found = 1", "own: int = 1", "for own in []: pass", "f = lambda found: 0"])

@@ -393,11 +393,12 @@ def test_output_change_is_that_of_one_entry() -> None:
     assert rule._change(context, [2.0], [3.0]) == pytest.approx(12**0.5)
 
 
-def compared(rule: TrustRegionStep, along: dict[str, float]) -> tuple[float, float]:
-    """Sums after a renewal that has measured these along the last step; one block has two parameters apart."""
+def compared(rule: TrustRegionStep, change: float, *reached: str) -> tuple[float, float]:
+    """Sums after a renewal that has measured this along the last step; one block has two parameters apart."""
     blocks = [SimpleNamespace(names=names) for names in (("a",), ("b", "c"), ("head",))]
     part = SimpleNamespace(blocks=blocks, schedule=Schedule(None, None))
-    rule._compare_energies(SimpleNamespace(preconditioner=part, outputs=SimpleNamespace(along=along)))  # type: ignore[arg-type]
+    outputs = SimpleNamespace(squared_change=change, reached=frozenset(reached))
+    rule._compare_energies(SimpleNamespace(preconditioner=part, outputs=outputs))  # type: ignore[arg-type]
     assert rule.state is not None
     return rule.state.measured, rule.state.predicted
 
@@ -405,19 +406,19 @@ def compared(rule: TrustRegionStep, along: dict[str, float]) -> tuple[float, flo
 def test_energies_decay_and_bad_ones_do_not_count() -> None:
     rule = TrustRegionStep(Given())
     rule.state, rule.energies = USUAL, {"a": 2.0}
-    assert compared(rule, {"a": 8.0, "": 8.0}) == (8, 2)
+    assert compared(rule, 8.0, "a") == (8, 2)
     rule.energies = {"a": 1.0}
     for bad in (math.nan, 0.0, math.inf):
-        assert compared(rule, {"a": bad, "": bad}) == (8, 2)
-    assert compared(rule, {}) == (8, 2)  # a renewal that has measured nothing
-    assert compared(rule, {"a": 1.0, "": 1.0}) == pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
+        assert compared(rule, bad, "a") == (8, 2)
+    assert compared(rule, 0.0) == (8, 2)  # a renewal that has measured nothing
+    assert compared(rule, 1.0, "a") == pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
 
 
 def test_blocks_that_the_batch_has_not_reached_do_not_count() -> None:
     """As where heads alternate: what the last step did to the other head changes none of these outputs."""
     rule = TrustRegionStep(Given())
     rule.state, rule.energies = USUAL, {"a": 2.0, "b": 1.0, "c": 1.0, "head": 100.0}
-    assert compared(rule, {"a": 3.0, "b": 5.0, "": 12.0}) == (12, 4)
+    assert compared(rule, 12.0, "a", "b") == (12, 4)
 
 
 def underestimate(opt: KFAC) -> float:
