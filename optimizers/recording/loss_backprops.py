@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvature.gradients import computed_weights
 from curvature.losses import resolve
@@ -141,7 +142,8 @@ class LayerBackprops(LossBackprops):
         for use in tape.uses:
             if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
                 use.edge.node.register_prehook(partial(self._at_use, recorded, use.index, use.edge.output_nr))
-                use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
+                # the node holds the tape by its hook; so does the edge's other reference to nodes of Python functions
+                use.edge = GradientEdge(None, use.edge.output_nr)  # type: ignore[arg-type]
 
     def _at_output(self, recorded: RecordedPass, output: Tensor, gradient: Tensor) -> None:
         if self._takes(recorded, gradient):

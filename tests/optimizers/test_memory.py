@@ -104,6 +104,30 @@ def test_passes_without_a_backward_one_are_not_kept():
     assert tensors() <= before + 2
 
 
+class LastState(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(5, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("name", MADE)
+def test_passes_of_recurrent_layers_are_not_kept(name: str, kind: type[nn.RNNBase]):
+    """Their products are functions of Python, which an edge of the graph holds twice."""
+    with seeded(0):
+        model, x, y = LastState(kind), torch.randn(6, 4, 5), torch.randn(6, 3)
+    step = step_of(name, model)
+    for _ in range(3):
+        step(model, x, y)
+    before = tensors()
+    for _ in range(10):
+        step(model, x, y)
+    assert tensors() <= before + 2
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_deleting_the_optimizer_frees_what_it_held(name: str):
     model, loss, x, y = task("mlp", n=16)
