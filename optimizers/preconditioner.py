@@ -29,7 +29,7 @@ WITHOUT_CURVATURE = (
     "on the batch, not inside torch.func transforms such as vmap"
 )
 # operations of inverting blocks together: more would save no calls, and takes more memory
-MOST_WORK = ByDevice(2 * 10**7, 10**11)
+MOST_WORK = ByDevice(10**8, 10**11)
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Options = Mapping[str, Mapping[str, Any]]

@@ -29,13 +29,15 @@ from curvature.kronecker.sides import (
     Product,
     Side,
     UncorrelatedSide,
+    average_all,
     merge_products,
     nonzero_or_one,
+    scale_all,
 )
 
 __all__ = [
     "Affine", "Basis", "DenseSide", "DiagonalSide", "EigenInverse", "KroneckerInverse", "LowRankMatrix",
-    "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "UncorrelatedSide", "by_length",
+    "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "UncorrelatedSide", "average_all", "by_length",
     "count_rows", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state", "invert_kronecker_sums",
-    "merge_products", "nonzero_or_one", "subsample_samples", "two_sided",
+    "merge_products", "nonzero_or_one", "scale_all", "subsample_samples", "two_sided",
 ]  # fmt: skip

@@ -153,7 +153,9 @@ def _by_cholesky(sides: Mapping[int, Side], shares: Sequence[float]) -> dict[int
         if not is_fine:
             blocks, scale = _damp(stack.dense(), stack.sizes, _by_group(sides, shares, alike))
             matrices = _join(list(map(linalg.careful_spd_inverse, blocks)), stack.sizes).div_(scale)
-        parts = matrices.split([len(sides[k]) for k in alike])
+        parts = [matrices]
+        if len(alike) > 1:  # in memory of their own: none keeps the others
+            parts = torch.ops.aten.split_with_sizes_copy.default(matrices, [len(sides[k]) for k in alike])
         inverses |= {k: applied.DenseMatrix.of(part, stack.sizes) for k, part in zip(alike, parts, strict=True)}
     return inverses
 

@@ -117,6 +117,10 @@ class Side:
         """(g, d)."""
         raise NotImplementedError
 
+    def diagonal_parts(self) -> list[Tensor]:
+        """The same in as many tensors as are in memory."""
+        return [self.diagonal()]
+
     def dense(self) -> Tensor:
         """(g, d, d), where that can be stored."""
         raise NotImplementedError
@@ -258,8 +262,11 @@ class PackedSide(Side):
         return PackedSide(entries, self.blocks)
 
     def diagonal(self) -> Tensor:
+        return torch.cat(self.diagonal_parts(), 1)
+
+    def diagonal_parts(self) -> list[Tensor]:
         parts = zip(self._triangles(), self.blocks, strict=True)
-        return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
+        return [x for part, n in parts for x in _diagonals(part, n)]
 
     def dense(self) -> Tensor:
         return self._matrix(_unpack)
@@ -380,6 +387,31 @@ def storage_of(
         return DiagonalSide.name
     is_packed = largest < math.inf and (len(blocks) > 1 or rows >= PACKED_MIN_SIDE)
     return PackedSide.name if is_packed else DenseSide.name
+
+
+def scale_all(sides: Sequence[Side], factors: Sequence[float | Tensor]) -> list[Side]:
+    """`Side.scaled` of each, of those that are scaled by plain numbers in one call."""
+    is_plain = lambda x, by: isinstance(by, float) and type(x).scaled is Side.scaled
+    each: list[tuple[Side, Any]] = list(zip(sides, factors, strict=True))
+    plain = [(x.entries, by) for x, by in each if is_plain(x, by)]
+    scaled = iter(torch._foreach_mul([x for x, _ in plain], [by for _, by in plain]) if plain else ())
+    return [x.with_entries(next(scaled)) if is_plain(x, by) else x.scaled(by) for x, by in each]
+
+
+def average_all(sides: Sequence[Side], before: Sequence[Side | None], weights: Sequence[float]) -> list[Side]:
+    """`Side.averaged` of each, of those that are linear in their entries in one call."""
+    each = list(zip(sides, before, weights, strict=True))
+    joint = [(old.entries, x.entries, weight) for x, old, weight in each if old is not None and _is_linear(x)]
+    olds, news, shares = [x for x, _, _ in joint], [x for _, x, _ in joint], [weight for *_, weight in joint]
+    averages = iter(torch._foreach_lerp(olds, news, shares) if joint else ())
+    return [
+        x.averaged(old, weight) if old is None or not _is_linear(x) else x.with_entries(next(averages))
+        for x, old, weight in each
+    ]
+
+
+def _is_linear(side: Side) -> bool:
+    return type(side).averaged is Side.averaged
 
 
 def merge_products(products: Sequence[Product]) -> Product:

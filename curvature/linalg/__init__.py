@@ -30,6 +30,7 @@ from curvature.linalg.decompositions import (
 )
 from curvature.linalg.devices import (
     ByDevice,
+    absolute_sums,
     by_device,
     cat,
     copy_to_host_async,
@@ -54,8 +55,9 @@ from curvature.linalg.precision import (
 )
 
 __all__ = [
-    "agrees_with_differences", "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "by_device",
-    "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter", "contradicts_differences", "copy_to_host_async",
+    "ByDevice", "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "RECOVERIES", "absolute_sums",
+    "agrees_with_differences", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
+    "contradicts_differences", "copy_to_host_async",
     "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "full_precision",
     "hides_second_derivatives", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor",
     "own_precision", "product_rounding", "psd_eigh", "psd_eighs", "qr", "read", "recovery_counts", "require_finite",

@@ -224,11 +224,11 @@ def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     def decompose() -> tuple[Tensor, ...]:
         root, error = factor()
         if root.device.type in SHARED_MEMORY:
-            return torch.cholesky_inverse(root).mT, root, error
+            return torch.cholesky_inverse(root).mT, error
         # CUDA's libraries invert from the root one matrix after the other
         whole = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand_as(root)
         inverse = torch.linalg.solve_triangular(root, whole, upper=False)
-        return inverse.mT @ inverse, root, error
+        return inverse.mT @ inverse, error
 
     return _first_or_nan(matrix, decompose)
 

@@ -25,10 +25,10 @@ MAX_FAILURES = 3  # consecutive failures of a block that raise
 
 
 class MeanFacts(NamedTuple):
-    """What the host reads of new means before they enter an average: tensors (), then numbers."""
+    """What the host reads of new means before they enter an average: sums of absolute entries, of some tensors each."""
 
-    traces: Sequence[Any]  # of the matrices
-    sums: Sequence[Any] = ()  # of what else has to be finite
+    traces: Sequence[Sequence[Tensor]]  # the diagonals of the matrices
+    others: Sequence[Sequence[Tensor]] = ()  # what else has to be finite
 
 
 class Block:
@@ -106,12 +106,21 @@ class Block:
         statistics.load_sums(sums)
         return statistics
 
-    def means(self, statistics: Any) -> tuple[Any, MeanFacts] | None:
-        """The matrices of the statistics of a leaf, means over samples, and their facts; None if there are none."""
+    @staticmethod
+    def means_all(blocks: Sequence[Any], statistics: Sequence[Any]) -> list[tuple[Any, MeanFacts] | None]:
+        """Of several leaves of this class the matrices of their statistics, means over samples, and their facts.
+
+        None for a leaf without matrices.
+        """
         raise NotImplementedError
 
-    def update(self, statistics: Any, means: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
-        """Update the running average, with that `weight`; returns each side before and after, if there were any."""
+    @staticmethod
+    def averages_all(blocks: Sequence[Any], means: Sequence[Any], weights: Sequence[float]) -> list[Any]:
+        """The running averages of several leaves of this class with new means, each with its weight."""
+        raise NotImplementedError
+
+    def update(self, statistics: Any, averages: Any, decay: float, weight: float) -> list[tuple[Tensor, Tensor]]:
+        """Take over new running averages; returns each side before and after, if there were any."""
         raise NotImplementedError
 
     @property

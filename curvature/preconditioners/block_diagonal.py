@@ -18,7 +18,7 @@ from curvature.functional import RECURRENT
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import ByDevice, cat, full_precision, read, without_autocast
+from curvature.linalg import ByDevice, absolute_sums, cat, full_precision, read, stack, without_autocast
 from curvature.preconditioners.block import Block, MeanFacts, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -41,7 +41,7 @@ from curvature.terms import (
 )
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
-MOST_COMPARED = ByDevice(2**14, 2**22)  # entries of sides that are compared with what they were before, together
+MOST_COMPARED = ByDevice(2**18, 2**22)  # entries of sides that are averaged, and compared with those before, together
 # of backprops that wait to be measured; layers of one form among them are measured together
 MOST_BYTES = ByDevice(2**20, 2**26)
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
@@ -345,28 +345,56 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Update the running averages, but for those of leaves whose statistics are not finite. The host waits once."""
         # 1. means over samples, of each leaf that was measured
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        pairs = [(leaf, leaf.means(statistics.blocks[leaf.names[0]])) for leaf in leaves]
-        means = {leaf: mean for leaf, mean in pairs if mean is not None}
+        means: dict[Block, tuple[Any, MeanFacts]] = {}
+        for alike in _by_class(leaves):
+            every = alike[0].means_all(alike, [statistics.blocks[leaf.names[0]] for leaf in alike])
+            means |= {leaf: mean for leaf, mean in zip(alike, every, strict=True) if mean is not None}
         # 2. read what has to be finite
-        facts: list[MeanFacts] = read([facts for _, facts in means.values()])
+        weights = _finite_weights({leaf: facts for leaf, (_, facts) in means.items()}, decay)
         moved: dict[Block, int] = {}  # by how many of the drifts
         drifts: list[Tensor] = []
-        waiting: list[tuple[Tensor, Tensor]] = []
-        for (leaf, (matrices, _)), known in zip(means.items(), facts, strict=True):
+        parts = (part for alike in _by_class(list(weights)) for part in _in_parts(alike, means))
+        for alike in parts:  # two averages of each are in memory no longer than that
             # 3. average
-            if all(map(math.isfinite, [*known.traces, *known.sums])):
-                weight = leaf.weight(known.traces, decay)
-                if sides := leaf.update(statistics.blocks[leaf.names[0]], matrices, decay, weight):
-                    moved[leaf] = len(sides)
-                    waiting += sides
-            # 4. compare each side with what it was before, some together, which are in memory no longer than that
-            if waiting and sum(old.numel() for old, _ in waiting) > MOST_COMPARED.at(waiting[0][0].device):
-                drifts.append(relative_changes(waiting))
-                waiting = []
-        if waiting:
-            drifts.append(relative_changes(waiting))
+            of_leaves = [weights[leaf] for leaf in alike]
+            averages = alike[0].averages_all(alike, [means[leaf][0] for leaf in alike], of_leaves)
+            each = zip(alike, averages, of_leaves, strict=True)
+            sides = [leaf.update(statistics.blocks[leaf.names[0]], new, decay, weight) for leaf, new, weight in each]
+            # 4. compare each side with what it was before
+            moved |= {leaf: len(pairs) for leaf, pairs in zip(alike, sides, strict=True) if pairs}
+            if changed := [pair for pairs in sides for pair in pairs]:
+                drifts.append(relative_changes(changed))
         for leaf, drift in zip(moved, cat(drifts).split(list(moved.values())) if moved else (), strict=True):
             leaf.drift = drift
+
+
+def _by_class(leaves: Sequence[Block]) -> list[list[Block]]:
+    return [[leaves[k] for k in places] for places in group([type(leaf) for leaf in leaves])]
+
+
+def _in_parts(leaves: Sequence[Block], means: Mapping[Block, tuple[Any, MeanFacts]]) -> Iterator[list[Block]]:
+    """Leaves of so few entries that two averages of each fit in memory, or one."""
+    part, entries = list[Block](), 0
+    for leaf in leaves:
+        traces = means[leaf][1].traces
+        entries += sum(sum(x.numel() for x in parts) ** 2 for parts in traces)
+        if part and entries > MOST_COMPARED.at(traces[0][0].device):
+            yield part
+            part, entries = [], 0
+        part.append(leaf)
+    yield part
+
+
+def _finite_weights(facts: Mapping[Block, MeanFacts], decay: float) -> dict[Block, float]:
+    """The weights of leaves whose means are finite. The host waits once."""
+    sums = absolute_sums([parts for of_leaf in facts.values() for parts in (*of_leaf.traces, *of_leaf.others)])
+    numbers = iter(read(stack(sums)) if sums else ())
+    weights = {}
+    for leaf, (traces, others) in facts.items():
+        of_traces, of_others = (list(itertools.islice(numbers, len(parts))) for parts in (traces, others))
+        if all(map(math.isfinite, [*of_traces, *of_others])):
+            weights[leaf] = leaf.weight(of_traces, decay)
+    return weights
 
 
 def _mark_independent(term: Term, noise: Collection[int]) -> Term:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.preconditioners.block import Due, group
+from curvature.preconditioners.block import Due, MeanFacts, group
 from curvature.preconditioners.structure_block import StructureBlock
+from curvature.structures import Structure
 
 
 class DiagonalBlock(StructureBlock):
@@ -26,13 +27,17 @@ class DiagonalBlock(StructureBlock):
         assert self.average is not None
         return self.average.tensors[self.names[0]]
 
+    def facts(self, mean: Structure) -> MeanFacts:
+        return MeanFacts([list(mean.tensors.values())])
+
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         for places in group([(b.dtype, b.values.device) for b in blocks]):
             alike = [blocks[k] for k in places]
             damped = torch.cat([b.values.flatten() for b in alike])
             if damping is None:
-                means = nonzero_or_one(torch.stack([b.values.mean() for b in alike]))
+                sums = torch._foreach_norm([b.values for b in alike], 1)
+                means = nonzero_or_one(torch.stack(torch._foreach_div(sums, [float(b.values.numel()) for b in alike])))
                 damped += torch.cat([m.expand(b.values.numel()) for m, b in zip(means, alike, strict=True)]).mul_(share)
             else:
                 damped += damping

@@ -56,15 +56,12 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
-    def means(self, statistics: EigenStructure) -> tuple[kronecker.Product, MeanFacts] | None:
-        means = super().means(statistics)
-        if means is None or statistics.basis is None:
-            return means
-        matrices, facts = means
-        return matrices, facts._replace(sums=[statistics.trace()])
+    def facts(self, statistics: EigenStructure, means: kronecker.Product) -> MeanFacts:
+        facts = super().facts(statistics, means)
+        return facts if statistics.basis is None else facts._replace(others=[[statistics.trace()]])
 
     def update(
-        self, statistics: EigenStructure, means: kronecker.Product, decay: float, weight: float
+        self, statistics: EigenStructure, averages: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         basis, count = self.basis, statistics.counts[3]
         if statistics.basis is not None and basis is not None and self.values is not None and count:
@@ -73,7 +70,7 @@ class EigenBlock(KroneckerBlock):
             self.values = self.values.lerp(new / count, value_weight)
             self.is_outdated = not self.seen
             self.seen += 1
-        return super().update(statistics, means, decay, weight)
+        return super().update(statistics, averages, decay, weight)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:

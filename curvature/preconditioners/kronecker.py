@@ -23,7 +23,7 @@ from curvature import kronecker
 from curvature.linalg import ByDevice
 from curvature.operators import Space
 from curvature.preconditioners.block import Block, Due, MeanFacts, group
-from curvature.structures import KroneckerStructure, averaged_sparsity, shrinkage
+from curvature.structures import KroneckerStructure, averaged_sparsity, factors_of, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
@@ -146,18 +146,30 @@ class KroneckerBlock(Block):
         super().load_results(results)
         self._load_inverse(results["inverse"])
 
-    def means(self, statistics: Any) -> tuple[kronecker.Product, MeanFacts] | None:
-        if not statistics.counts[0] or not statistics.tensors:
-            return None
-        means = statistics.scaled(1 / statistics.counts[0]).factors()
-        return means, MeanFacts([side.diagonal().sum() for side in means])
+    @staticmethod
+    def means_all(blocks: Sequence[Any], statistics: Sequence[Any]) -> list[tuple[kronecker.Product, MeanFacts] | None]:
+        known = [k for k, of_block in enumerate(statistics) if of_block.counts[0] and of_block.tensors]
+        means = factors_of([statistics[k] for k in known], [1 / statistics[k].counts[0] for k in known])
+        facts = {k: (mean, blocks[k].facts(statistics[k], mean)) for k, mean in zip(known, means, strict=True)}
+        return [facts.get(k) for k in range(len(blocks))]
+
+    def facts(self, statistics: Any, means: kronecker.Product) -> MeanFacts:
+        return MeanFacts([side.diagonal_parts() for side in means])
+
+    @staticmethod
+    def averages_all(
+        blocks: Sequence[Any], means: Sequence[kronecker.Product], weights: Sequence[float]
+    ) -> list[kronecker.Product]:
+        before = [side for block in blocks for side in (block.row_side, block.column_side)]
+        sides = [side for product in means for side in product]
+        averages = kronecker.average_all(sides, before, [weight for weight in weights for _ in (0, 1)])
+        return list(zip(averages[::2], averages[1::2], strict=True))
 
     def update(
-        self, statistics: Any, means: kronecker.Product, decay: float, weight: float
+        self, statistics: Any, averages: kronecker.Product, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
         old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
-        now = [side.averaged(last, weight) for side, last in zip(means, old, strict=True)]
-        self.row_side, self.column_side = now
+        self.row_side, self.column_side = averages
         if (number := statistics.tensors.get("looked_up")) is not None:
             share = torch.where(number > 0, weight / number, 0)
             before = share if self.unseen is None else self.unseen
@@ -168,7 +180,8 @@ class KroneckerBlock(Block):
         )
         self.sparsity = of_outputs, of_inputs
         self.updates += 1
-        return [(last.compared(), side.compared()) for last, side in zip(old, now, strict=True) if last is not None]
+        pairs = zip(old, averages, strict=True)
+        return [(last.compared(), side.compared()) for last, side in pairs if last is not None]
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:

@@ -12,7 +12,14 @@ from torch import Tensor
 from curvature.kronecker import nonzero_or_one
 from curvature.operators import Diagonal, Operator, Space
 from curvature.preconditioners.block import STRUCTURES, Block, Due, MeanFacts
-from curvature.structures import FORMS, Structure, averaged_sparsity, shrinkage
+from curvature.structures import (
+    FORMS,
+    Structure,
+    average_structures,
+    averaged_sparsity,
+    scale_structures,
+    shrinkage,
+)
 
 
 class StructureBlock(Block):
@@ -48,16 +55,30 @@ class StructureBlock(Block):
     def empty(self, device: torch.device) -> Structure:
         return self.kind(self.space(device))
 
-    def means(self, statistics: Structure) -> tuple[Structure, MeanFacts] | None:
-        if not statistics.counts[0] or not statistics.tensors:
-            return None
-        mean = statistics.scaled(1 / statistics.counts[0])
-        return mean, MeanFacts([mean.trace()])
+    @staticmethod
+    def means_all(blocks: Sequence[Any], statistics: Sequence[Structure]) -> list[tuple[Structure, MeanFacts] | None]:
+        known = [k for k, of_block in enumerate(statistics) if of_block.counts[0] and of_block.tensors]
+        means = scale_structures([statistics[k] for k in known], [1 / statistics[k].counts[0] for k in known])
+        facts = {k: (mean, blocks[k].facts(mean)) for k, mean in zip(known, means, strict=True)}
+        return [facts.get(k) for k in range(len(blocks))]
+
+    def facts(self, mean: Structure) -> MeanFacts:
+        return MeanFacts([[mean.trace()]])
+
+    @staticmethod
+    def averages_all(blocks: Sequence[Any], means: Sequence[Structure], weights: Sequence[float]) -> list[Structure]:
+        averages = list(means)  # without an old one the new one
+        for weight in dict.fromkeys(weights):
+            alike = [k for k, other in enumerate(weights) if other == weight and blocks[k].average is not None]
+            before = [blocks[k].average for k in alike]
+            for k, average in zip(alike, average_structures([means[k] for k in alike], before, weight), strict=True):
+                averages[k] = average
+        return averages
 
     def update(
-        self, statistics: Structure, means: Structure, decay: float, weight: float
+        self, statistics: Structure, averages: Structure, decay: float, weight: float
     ) -> list[tuple[Tensor, Tensor]]:
-        old, self.average = self.average, means.averaged(self.average, weight)
+        old, self.average = self.average, averages
         self.sparsity = averaged_sparsity(self.sparsity, weight, statistics.counts[1])
         self.updates += 1
         return [] if old is None else [(old.flat(), self.average.flat())]

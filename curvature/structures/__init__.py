@@ -9,19 +9,22 @@ from curvature.structures.choices import Choice, Choices
 from curvature.structures.dense import DenseStructure
 from curvature.structures.diagonal import DiagonalStructure
 from curvature.structures.eigen import EigenStructure
-from curvature.structures.kronecker import KroneckerStructure
+from curvature.structures.kronecker import KroneckerStructure, factors_of
 from curvature.structures.structure import (
     FORMS,
     Accumulator,
     Chunk,
     Structure,
     Vectors,
+    average_structures,
     averaged_sparsity,
     rows_of,
+    scale_structures,
     shrinkage,
 )
 
 __all__ = [
     "FORMS", "Accumulator", "Choice", "Choices", "Chunk", "DenseStructure", "DiagonalStructure", "EigenStructure",
-    "KroneckerStructure", "Structure", "Vectors", "averaged_sparsity", "rows_of", "shrinkage",
+    "KroneckerStructure", "Structure", "Vectors", "average_structures", "averaged_sparsity", "factors_of", "rows_of",
+    "scale_structures", "shrinkage",
 ]  # fmt: skip

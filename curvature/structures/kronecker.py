@@ -10,7 +10,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from curvature.kronecker import Affine, Product, Reading, Scheme, Side, count_rows, merge_products, subsample_samples
+from curvature.kronecker import (
+    Affine,
+    Product,
+    Reading,
+    Scheme,
+    Side,
+    count_rows,
+    merge_products,
+    scale_all,
+    subsample_samples,
+)
 from curvature.operators import Kronecker, Operator, Space
 from curvature.structures.structure import Chunk, Structure
 from curvature.terms import Term, TermsByVector
@@ -115,12 +125,7 @@ class KroneckerStructure(Structure):
 
     def factors(self) -> Product:
         """The side of the outputs, and that of the inputs."""
-        products, sides = [], self._sides()
-        for name in [name for name in sides if name[2:] == "a"]:
-            number = self.tensors[name[:2] + "number"].clamp(min=1)
-            pair = sides[name].scaled(1 / number), sides[name[:2] + "b"]
-            products.append(pair if _index(name) == 0 else pair[::-1])
-        return products[0] if len(products) == 1 else merge_products(products)
+        return factors_of([self], [1.0])[0]
 
     def operator(self) -> Operator:
         rows, columns = (side.diagonal() if side.is_diagonal else side.dense() for side in self.factors())
@@ -155,6 +160,28 @@ class KroneckerStructure(Structure):
             for name, x in self.tensors.items()
             if name[:2] not in unread
         }
+
+
+def factors_of(structures: Sequence[KroneckerStructure], scales: Sequence[float]) -> list[Product]:
+    """The `factors` of each times a number, all sides scaled together."""
+    named = [structure._sides() for structure in structures]
+    factors: list[float | Tensor] = []
+    for structure, sides, scale in zip(structures, named, scales, strict=True):
+        of_inputs = {name: structure.tensors[name[:2] + "number"] for name in sides if name[2:] == "a"}
+        factors += [_inverse_of_number(of_inputs[name]) if name in of_inputs else scale for name in sides]
+    scaled = iter(scale_all([side for sides in named for side in sides.values()], factors))
+    products = []
+    for sides in named:
+        by_name = {name: next(scaled) for name in sides}
+        pairs = {name: (side, by_name[name[:2] + "b"]) for name, side in by_name.items() if name[2:] == "a"}
+        every = [pair if _index(name) == 0 else pair[::-1] for name, pair in pairs.items()]
+        products.append(every[0] if len(every) == 1 else merge_products(every))
+    return products
+
+
+def _inverse_of_number(number: Tensor) -> float | Tensor:
+    """One over a number of summands, which is on the host unless each group has its own."""
+    return 1 / number.clamp(min=1) if number.ndim or number.device.type != "cpu" else 1 / max(float(number), 1.0)
 
 
 def _name(reading: Reading, what: str) -> str:

@@ -214,6 +214,28 @@ class Structure(Accumulator):
 FORMS: dict[str, type[Structure]] = {}  # by name
 
 
+def scale_structures(structures: Sequence[Kind], factors: Sequence[float]) -> list[Kind]:
+    """`Structure.scaled` of each, all numbers in one call."""
+    if not all(type(structure).scaled is Structure.scaled for structure in structures):
+        return [structure.scaled(factor) for structure, factor in zip(structures, factors, strict=True)]
+    pairs = zip(structures, factors, strict=True)
+    each = [(x, factor) for structure, factor in pairs for x in structure.tensors.values()]
+    scaled = iter(torch._foreach_mul([x for x, _ in each], [factor for _, factor in each]) if each else ())
+    made = [copy.copy(structure) for structure in structures]
+    for structure in made:
+        structure.tensors = {name: next(scaled) for name in structure.tensors}
+    return made
+
+
+def average_structures(structures: Sequence[Kind], before: Sequence[Kind], weight: float) -> list[Kind]:
+    """`Structure.averaged` of each with one before it, all numbers in one call."""
+    if not all(type(structure).averaged is Structure.averaged for structure in structures):
+        return [structure.averaged(old, weight) for structure, old in zip(structures, before, strict=True)]
+    pairs = [(old.tensors[n], x) for new, old in zip(structures, before, strict=True) for n, x in new.tensors.items()]
+    averages = iter(torch._foreach_lerp([x for x, _ in pairs], [x for _, x in pairs], weight) if pairs else ())
+    return [type(new)(new.space, {name: next(averages) for name in new.tensors}) for new in structures]
+
+
 def shrinkage(size: int, sparsity: float) -> float:
     """What is added to a moment of this size, in its mean eigenvalues; `sparsity` is one over its number of rows."""
     return SHRINKAGE * size * sparsity

@@ -24,6 +24,7 @@ from support.launches import Launches
 
 LAUNCHES = 24  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
+RENEWAL_LAUNCHES = 160  # of a step that renews and inverts everything, however many layers of one form there are
 CALLS, CALLS_PER_LAYER = 300, 18  # of Python functions in an ordinary step with two hidden layers
 OURS = tuple(str(Path(package.__path__[0])) for package in (curvature, optimizers))
 # Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
@@ -111,6 +112,21 @@ def test_launches_do_not_grow_with_the_number_of_layers(optimizer: type[KFAC], n
     few, many = (Run(optimizer, MODELS[name], depth, device) for depth in (3, 9))
     assert few.ordinary_launches() == many.ordinary_launches()
     assert few.families == many.families
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "cnn"])
+def test_launches_of_a_renewal_do_not_grow_either(name: str, device: str) -> None:
+    """Layers of one form are averaged, compared and inverted together. The second step renews and inverts all."""
+    launches = {}
+    for depth in (3, 9):
+        run = Run(KFAC, MODELS[name], depth, device)
+        for _ in range(2):
+            run.backward()
+            with Launches() as launched:
+                assert run.step() == "renewing"
+        launches[depth] = launched.count
+    print(f"{name}: {launches}")
+    assert launches[9] <= launches[3] <= RENEWAL_LAUNCHES
 
 
 @pytest.mark.parametrize("name", MODELS)
