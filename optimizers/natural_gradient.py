@@ -118,7 +118,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "step_rule": step_rule,
         }  # fmt: skip
         model, config = checked_model(model, options | arguments)
-        trust = TrustRegionStep(Spring(), TrustRegionConstants(even=0.0))  # exact directions stay as they are
+        trust = TrustRegionStep(Spring(), TrustRegionConstants(even=0.0, least=0.01))  # directions are exact
         rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(

@@ -20,7 +20,7 @@ SCRIPTS = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - ELSE
 STORED = ROOT / "docs" / "results" / "examples"  # what they print with all their steps: make examples
 FAST = {
     "attribution": ["--steps", "200"],
-    "language_model": ["--seconds", "1"],
+    "language_model": ["--seconds", "2"],
     "language_model_ddp": ["--steps", "20"],
     "laplace_posterior": ["--steps", "20"],
     "lightning_autoencoder": ["--epochs", "5"],

@@ -45,10 +45,10 @@ pytestmark = QUIET
 def test_half_the_rate_of_a_group_is_half_its_step(make: Make) -> None:
     steps = []
     for rate in (1.0, 0.5, 0.0):
-        model = net()
+        model = net().double()
         opt, before = make(model), copied(model)
         split(opt, lr=rate)
-        train(model, opt, 1)
+        train(model, opt, 1, X.double())
         steps.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
     for name in ("2.weight", "2.bias"):
         torch.testing.assert_close(steps[1][name], steps[0][name] / 2, rtol=1e-3, atol=1e-7)
