@@ -23,9 +23,14 @@ from curvature import kronecker
 from curvature.linalg import ByDevice
 from curvature.operators import Space
 from curvature.preconditioners.block import Block, Due, MeanFacts, group
+from curvature.recording import warn_once
 from curvature.structures import KroneckerStructure, averaged_sparsity, factors_of, shrinkage
 from curvature.terms import AffineLayout, OuterProduct, Term
 
+OUTGROWN = (
+    "its output was the model's at first, so that only the diagonal of its factor B is kept, and now others are "
+    "computed from it; make a new optimizer for a factor of all entries"
+)
 # entries of a layer's activations and backprops, up to which copying them costs less than a call
 MAX_JOINED = ByDevice(2**16, 2**20)
 
@@ -107,6 +112,10 @@ class KroneckerBlock(Block):
         """Small blocks of one layout are measured as the groups of one."""
         measured: dict[int, Any] = {}
         of_weights = [of_block[block.names[0]] for block, of_block in zip(blocks, terms, strict=True)]
+        for block, parts in zip(blocks, of_weights, strict=True):
+            is_for_noise = issubclass(block.scheme.kinds[0], kronecker.UncorrelatedSide)
+            if is_for_noise and not all(getattr(term, "independent", False) for term in parts):
+                warn_once(f"{block.names[0]}: {OUTGROWN}", logger="optimizers")
         for alike in group([block.joint_form(parts) for block, parts in zip(blocks, of_weights, strict=True)]):
             if len(alike) == 1:
                 measured[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)

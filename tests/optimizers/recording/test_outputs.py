@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 import curvature
+from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.habits import flat
@@ -174,6 +175,34 @@ def test_nothing_is_compared_to_know_the_output_of_an_autocast_region(monkeypatc
         side = row_side(made(nn.Linear(3, 4), in_half))
     assert (50, 4) not in compared and (200,) not in compared
     assert is_diagonal(side)
+
+
+class Grows(nn.Module):
+    """Returns what its body does, then that of a head on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.is_whole = nn.Linear(3, 4), nn.Linear(4, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh()) if self.is_whole else self.body(x)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_a_layer_that_is_the_output_no_more_is_named(kind: type[KFAC], caplog: pytest.LogCaptureFixture) -> None:
+    """All entries of its factor count now, and the diagonal is kept alone."""
+    warn_once.cache_clear()
+    torch.manual_seed(0)
+    model, x = Grows(), torch.randn(50, 3)
+    opt, said = kind(model), []
+    for model.is_whole in (False, False, True, True):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+        said.append(
+            [record.message.split(": it")[0] for record in caplog.records if "diagonal of its" in record.message]
+        )
+    assert said == [[], [], ["body.weight"], ["body.weight"]]
 
 
 def test_two_outputs_in_other_precisions_add_up():
