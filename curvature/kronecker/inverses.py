@@ -19,7 +19,6 @@ from curvature import linalg
 from curvature.kronecker import applied
 from curvature.kronecker.sides import DenseSide, Product, Side, merge_products, nonzero_or_one
 
-LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 # rows up to which matrices are inverted together: memory for several of a larger one counts
 JOINED_MAX_SIDE = linalg.ByDevice(512, 2048)
 
@@ -52,8 +51,7 @@ def factored_inverses(
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
         known, other = before[k // 2], products[k // 2][1 - k % 2]
-        least = linalg.LOW_RANK_MIN_SIZE.at(side.entries.device)
-        is_large = least <= side.size < LOW_RANK_MAX_ASPECT * other.size
+        is_large = side.size >= linalg.LOW_RANK_MIN_SIZE.at(side.entries.device)
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last

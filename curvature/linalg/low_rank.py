@@ -17,6 +17,7 @@ KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of 
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
 WIDTH_STEP = 16  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 9/8 of those needed last time
+FIRST_DIRECTIONS = 128  # searched the first time: a matrix of few rows, which is damped much, has no more that stand out
 
 
 Make = Callable[[], Tensor]  # of a matrix, so that one at a time is in memory
@@ -33,7 +34,7 @@ class Projection(NamedTuple):
 
 
 def low_rank_inverses(
-    makes: Sequence[Make], dampings: Sequence[float], starts: Sequence[Tensor | None]
+    makes: Sequence[Make], dampings: Sequence[float], starts: Sequence[Tensor | None], most: int = FIRST_DIRECTIONS
 ) -> list[tuple[Tensor, Tensor] | None]:
     """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1`` for each M; None where r is large.
 
@@ -45,8 +46,9 @@ def low_rank_inverses(
         makes: each returns an M, symmetric (d, d), all on one device; M is not kept.
         dampings: in the units of each M.
         starts: V of similar matrices, to start from.
+        most: directions to search without a start; where they do not suffice, up to a third of all are.
     """
-    projections = _projections(makes, starts)
+    projections = _projections(makes, starts, most)
     pairs = _eigenpairs([x.inner for x in projections])
     each = zip(projections, dampings, pairs, strict=True)
     kept = [_choose_rank(x, damping, values) for x, damping, (values, _) in each]
@@ -55,28 +57,33 @@ def low_rank_inverses(
         None if rank < 0 else (matmul(x.basis, turn[:, :rank]) * scale[:rank].to(turn), shift.to(turn))
         for x, (_, turn), (scale, shift, _), rank in zip(projections, pairs, kept, ranks, strict=True)
     ]
-    turned = [k for k, start in enumerate(starts) if inverses[k] is None and start is not None]  # the subspace, too far
-    rest = [makes[k] for k in turned], [dampings[k] for k in turned], [None] * len(turned)
-    for k, inverse in zip(turned, low_rank_inverses(*rest) if turned else (), strict=True):
+    widths = [len(x.basis) // MAX_RANK_DIVISOR for x in projections]
+    is_worth = lambda k: starts[k] is not None or projections[k].basis.shape[1] < widths[k]
+    again = [k for k, x in enumerate(inverses) if x is None and is_worth(k)]  # it has turned, or the rank is larger
+    widest = max([widths[k] for k in again], default=0)
+    rest = [makes[k] for k in again], [dampings[k] for k in again], [None] * len(again), widest
+    for k, inverse in zip(again, low_rank_inverses(*rest) if again else (), strict=True):
         inverses[k] = inverse
     return inverses
 
 
-def _projections(makes: Sequence[Make], starts: Sequence[Tensor | None]) -> list[Projection]:
+def _projections(makes: Sequence[Make], starts: Sequence[Tensor | None], most: int) -> list[Projection]:
     """`_project` of each; the host asks once whether all bases are finite."""
-    tried = [_project(make(), start, try_orthonormal) for make, start in zip(makes, starts, strict=True)]
+    tried = [_project(make(), start, most, try_orthonormal) for make, start in zip(makes, starts, strict=True)]
     fine = look([ok for _, ok in tried])
     careful = lambda x: (qr(x)[0], torch.ones((), dtype=torch.bool, device=x.device))
     return [
-        projection if is_fine else _project(make(), start, careful)[0]
+        projection if is_fine else _project(make(), start, most, careful)[0]
         for (projection, _), is_fine, make, start in zip(tried, fine, makes, starts, strict=True)
     ]
 
 
-def _project(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize) -> tuple[Projection, Tensor]:
+def _project(
+    matrix: Tensor, start: Tensor | None, most: int, orthonormal: Orthonormalize
+) -> tuple[Projection, Tensor]:
     """By a step of subspace iteration, or two without a start, and whether the bases are finite."""
-    limit = len(matrix) // MAX_RANK_DIVISOR
-    width = limit if start is None else min(limit, start.shape[1] * 9 // 8 + EXTRA_DIRECTIONS)
+    most = most if start is None else start.shape[1] * 9 // 8 + EXTRA_DIRECTIONS
+    width = min(len(matrix) // MAX_RANK_DIVISOR, most)
     generator = torch.Generator(matrix.device).manual_seed(0)
     known = 0 if start is None else start.shape[1]
     fresh = matrix.new_empty(len(matrix), width - known).normal_(generator=generator)
