@@ -10,10 +10,10 @@ import torch
 from curvature.kronecker import Scheme
 from curvature.linalg import without_autocast
 from curvature.losses import SEED, Injection, require_terms
-from curvature.matrices.accumulators import LayersAccumulator, Range, RowRangeAccumulator
+from curvature.matrices.accumulators import BlocksAccumulator, LayersAccumulator
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.products import Repeated
-from curvature.operators import DENSE_LIMIT, Space
+from curvature.operators import DENSE_LIMIT, Space, name_of_rows
 from curvature.structures import (
     Accumulator,
     Choice,
@@ -23,7 +23,7 @@ from curvature.structures import (
     DiagonalStructure,
     KroneckerStructure,
 )
-from curvature.terms import Term, name_of_rows, row_ranges
+from curvature.terms import Term, row_ranges
 
 MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets its exact block
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
@@ -138,22 +138,16 @@ def _kronecker(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator
     apart = row_ranges(terms)
     if apart[0].terms is terms:
         return None
-    parts: dict[Range, Accumulator] = {}
-    rows, end = 0, space.shapes[0][0]
+    parts: list[Accumulator] = []
+    rows_of = lambda start, stop: space.subspace([name_of_rows(name, start, stop) for name in space.names])
+    read, end = 0, space.shapes[0][0]
     for start, stop, of_rows in [*apart, (end, end, ())]:
-        if start > rows:  # never read
-            parts[rows, start] = DiagonalStructure(_rows(space, rows, start))
+        if start > read:
+            parts.append(DiagonalStructure(rows_of(read, start)))
         if of_rows:
-            part = _rows(space, start, stop)
+            part = rows_of(start, stop)
             scheme = Scheme.of(of_rows, part.shapes, space.dtype, sharing)
-            parts[start, stop] = _exact(part) if scheme is None else KroneckerStructure(part, scheme)
-        rows = stop
-    has_factors = any(isinstance(part, KroneckerStructure) for part in parts.values())
-    return RowRangeAccumulator(space, parts) if has_factors else None
-
-
-def _rows(space: Space, start: int, stop: int) -> Space:
-    """Rows of a weight and its bias, as parameters of their own."""
-    names = tuple(name_of_rows(name, start, stop) for name in space.names)
-    shapes = tuple((stop - start, *shape[1:]) for shape in space.shapes)
-    return Space(names, shapes, space.dtype, space.device)
+            parts.append(_exact(part) if scheme is None else KroneckerStructure(part, scheme))
+        read = stop
+    has_factors = any(isinstance(part, KroneckerStructure) for part in parts)
+    return BlocksAccumulator(space, parts) if has_factors else None

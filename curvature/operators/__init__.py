@@ -7,14 +7,14 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Curvature, Diagonal, RowBlocks, as_operator
+from curvature.operators.block_diagonal import BlockDiagonal, Curvature, Diagonal, as_operator
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.estimators import Estimate, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
-from curvature.operators.space import DENSE_LIMIT, Named, Space
+from curvature.operators.space import DENSE_LIMIT, Named, Space, name_of_rows, rows_of_name
 from curvature.operators.spectra import (
     Tridiagonal,
     lanczos,
@@ -27,8 +27,8 @@ from curvature.operators.stored import blocks_of, in_memory, load
 
 __all__ = [
     "BlockDiagonal", "Curvature", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker",
-    "MatrixFree", "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum",
+    "MatrixFree", "Named", "Operator", "Parameters", "SampleSpace", "Scaled", "Space", "Sum",
     "Tridiagonal", "as_operator", "blocks_of", "conjugate_gradient", "flat_parameters", "in_memory", "lanczos",
-    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
-    "spectral_density", "truncated_conjugate_gradient", "xdiag", "xtrace",
+    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "name_of_rows",
+    "quadratic_penalty", "rows_of_name", "spectral_density", "truncated_conjugate_gradient", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
-from curvature.operators.space import Named, Space, require_dense_size
+from curvature.operators.space import Named, Space, require_dense_size, rows_of_name
 
 Curvature = Operator | Named  # a matrix, or a diagonal by parameter
 
@@ -75,15 +75,65 @@ class Diagonal(Operator):
         return super().__add__(other)
 
 
-class Blocks(Operator):
-    """A matrix of blocks on the diagonal, in some order of the rows; every method works block by block."""
+class BlockDiagonal(Operator):
+    """Operators on disjoint sets of parameters; every method works block by block.
 
-    blocks: dict[str, Operator]
+    Args:
+        space: of all parameters.
+        blocks: operators on subspaces that together cover the space, in any order; names may interleave. One may be
+            over rows of parameters, ``"weight[0:4]"``, as of the projections of cross attention, which share a weight.
 
-    @abstractmethod
-    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor: ...
-    @abstractmethod
-    def _map_blocks(self, function: Callable[[Operator], Operator]) -> Operator: ...
+    Attributes:
+        blocks: the operators by the name of their first parameter.
+
+    Raises:
+        ValueError: a parameter is in no block, in several, or differs from that of the space.
+    """
+
+    fields = ("space", "blocks")
+
+    def __init__(self, space: Space, blocks: Iterable[Operator]) -> None:
+        super().__init__(space)
+        listed = list(blocks)
+        names = [name for block in listed for name in block.space.names]
+        wholes = [name if name in space.names else rows_of_name(name)[0] for name in names]
+        parts = [space.part(name) for name, whole in zip(names, wholes, strict=True) if whole in space.names]
+        ends = sorted((part.start, part.start + math.prod(part.shape)) for part in parts)
+        if len(parts) < len(names) or [0, *(stop for _, stop in ends)] != [*(start for start, _ in ends), space.size]:
+            raise ValueError(
+                f"blocks should cover each parameter once: missing {sorted(set(space.names) - set(wholes))}, "
+                f"not in the space {sorted(set(wholes) - set(space.names))}, "
+                f"more than once {sorted({name for name in names if names.count(name) > 1})}"
+            )
+        self.order = sorted(names, key=lambda name: space.part(name)[1:])  # as the flat vector has them
+        for block in listed:
+            expected = space.subspace(block.space.names)
+            if block.space != expected:
+                raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
+        self.blocks = {block.space.names[0]: block for block in listed}
+
+    __iter__ = None  # `for block in K.blocks.values()`; Python would go by K[0], K[1], ...
+
+    def __getitem__(self, layer: str) -> Operator:
+        """The block of a layer, by the name of its module or of a parameter; KeyError if there is none, or several."""
+        is_of = lambda block: any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
+        matching = [block for block in self.blocks.values() if is_of(block)]
+        if len(matching) != 1:
+            there = [block.space.names[0] for block in matching] or self.blocks
+            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {', '.join(there)}")
+        return matching[0]
+
+    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
+        """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
+        home = self.space.device
+        sizes = [math.prod(self.space.part(name).shape) for name in self.order]
+        rows = dict(zip(self.order, V.split(sizes), strict=True))
+        results: dict[str, Tensor] = {}
+        for block in self.blocks.values():
+            names = block.space.names
+            result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
+            results.update(zip(names, result.split(block.space.sizes), strict=True))
+        return torch.cat([results[name] for name in self.order])
 
     def _of_blocks(self, function: Callable[[Operator], Tensor]) -> list[Tensor]:
         """What a function gives of each block, on the device of flat vectors."""
@@ -134,61 +184,6 @@ class Blocks(Operator):
         """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
         return self._map_blocks(lambda block: block.factored_damping(damping))
 
-
-class BlockDiagonal(Blocks):
-    """Operators on disjoint sets of parameters; every method works block by block.
-
-    Args:
-        space: of all parameters.
-        blocks: operators on subspaces that together cover the space, in any order; names may interleave.
-
-    Attributes:
-        blocks: the operators by the name of their first parameter.
-
-    Raises:
-        ValueError: a parameter is in no block, in several, or differs from that of the space.
-    """
-
-    fields = ("space", "blocks")
-
-    def __init__(self, space: Space, blocks: Iterable[Operator]) -> None:
-        super().__init__(space)
-        listed = list(blocks)
-        names = [name for block in listed for name in block.space.names]
-        if sorted(names) != sorted(space.names):
-            raise ValueError(
-                f"blocks should cover each parameter once: missing {sorted(set(space.names) - set(names))}, "
-                f"not in the space {sorted(set(names) - set(space.names))}, "
-                f"more than once {sorted({name for name in names if names.count(name) > 1})}"
-            )
-        for block in listed:
-            expected = space.subspace(block.space.names)
-            if block.space != expected:
-                raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
-        self.blocks = {block.space.names[0]: block for block in listed}
-
-    __iter__ = None  # `for block in K.blocks.values()`; Python would go by K[0], K[1], ...
-
-    def __getitem__(self, layer: str) -> Operator:
-        """The block of a layer, by the name of its module or of a parameter; KeyError if there is none, or several."""
-        is_of = lambda block: any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
-        matching = [block for block in self.blocks.values() if is_of(block)]
-        if len(matching) != 1:
-            there = [block.space.names[0] for block in matching] or self.blocks
-            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {', '.join(there)}")
-        return matching[0]
-
-    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
-        """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
-        home = self.space.device
-        rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
-        results: dict[str, Tensor] = {}
-        for block in self.blocks.values():
-            names = block.space.names
-            result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
-            results.update(zip(names, result.split(block.space.sizes), strict=True))
-        return torch.cat([results[name] for name in self.space.names])
-
     def _map_blocks(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
         return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
 
@@ -214,51 +209,6 @@ class BlockDiagonal(Blocks):
 
     def __repr__(self) -> str:
         return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
-
-
-class RowBlocks(Blocks):
-    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
-    cross attention, which share one weight but read different inputs.
-
-    Args:
-        space: of the parameters.
-        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
-        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
-
-    Raises:
-        ValueError: `order` is not a permutation of P numbers.
-    """
-
-    fields = ("space", "inner", "order")
-
-    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
-        super().__init__(space)
-        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
-            raise ValueError(f"order should be a permutation of {space.size} numbers")
-        self.inner, self.order = inner, order
-        self.blocks = inner.blocks
-        """The blocks by the name of their first row range."""
-
-    def _back(self, rows: Tensor) -> Tensor:
-        """Rows (P, ...) of the inner matrix in the order of this one."""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
-
-    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
-        return self._back(self.inner.by_blocks(function, V[self.order]))
-
-    def _map_blocks(self, function: Callable[[Operator], Operator]) -> RowBlocks:
-        return RowBlocks(self.space, self.inner._map_blocks(function), self.order)
-
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._back(self.inner._inverse_root(Z, damping))  # the order of noise is irrelevant
-
-    def to_dense(self) -> Tensor:
-        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
-        dense[self.order[:, None], self.order] = self.inner.to_dense()
-        return dense
-
-    def _details(self) -> list[str]:
-        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
 
 
 def as_operator(K: Curvature) -> Operator:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ from torch import Tensor
 Named = Mapping[str, Tensor]  # by parameter
 DENSE_LIMIT = 30_000  # most rows of a matrix that is built implicitly
 MAX_DIRECT_SIZE = 2000  # most rows of a matrix that is built and decomposed where products would do
+ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")  # rows of a parameter, as a parameter of their own: "weight[0:4]"
+
+
+class Part(NamedTuple):
+    """A parameter of a space, or rows of one."""
+
+    whole: str  # the name of the parameter
+    start: int  # position of its first entry in the flat vector
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,20 +101,36 @@ class Space:
     def subspace(self, names: Iterable[str]) -> Space:
         """The space of these parameters, in the given order, with flat vectors on the device of the first.
 
+        Args:
+            names: of parameters, or of rows of a parameter, such as ``"weight[0:4]"``.
+
         Raises:
             KeyError: a name is not in this space.
         """
-        names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
-        missing = [name for name in names if name not in shapes]
-        if missing:
-            raise KeyError(f"no parameters {missing} in the space of {list(self.names)}")
-        places = tuple(self.devices[name] for name in names)
-        return Space(names, tuple(shapes[name] for name in names), self.dtype, places[0], places)
+        names = tuple(names)
+        parts = [self.part(name) for name in names]
+        places = tuple(self.devices[part.whole] for part in parts)
+        return Space(names, tuple(part.shape for part in parts), self.dtype, places[0], places)
+
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        starts = itertools.accumulate(self.sizes, initial=0)
+        return {name: Part(name, *of) for name, *of in zip(self.names, starts, self.shapes, strict=False)}
+
+    def part(self, name: str) -> Part:
+        """Where a parameter, or rows of one, are in the flat vector; KeyError as for `subspace`."""
+        if name in self._parts:
+            return self._parts[name]
+        whole, first, last = rows_of_name(name)
+        if whole not in self._parts or not first < last <= (self._parts[whole].shape or (0,))[0]:
+            raise KeyError(f"no parameter {name!r} in the space of {list(self.names)}")
+        _, start, (_, *row) = self._parts[whole]
+        return Part(whole, start + first * math.prod(row), (last - first, *row))
 
     def positions(self, names: Iterable[str]) -> Tensor:
-        """Positions in the flat vector of the entries of these parameters, in the given order: (entries,)."""
-        where = dict(zip(self.names, torch.arange(self.size, device=self.device).split(self.sizes), strict=True))
-        return torch.cat([where[name] for name in self.subspace(names).names])
+        """Positions in the flat vector of the entries of these parameters, named as in `subspace`: (entries,)."""
+        ends = [(part.start, part.start + math.prod(part.shape)) for part in map(self.part, names)]
+        return torch.cat([torch.arange(*both, device=self.device) for both in ends])
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Flatten tensors (*batch, *shape) by name, in any order of names, to (*batch, P).
@@ -190,6 +217,17 @@ class Space:
         places = tuple(map(torch.device, state.get("places", ()))) if device is None else ()
         device = torch.device(device or state["device"])
         return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), device, places)
+
+
+def name_of_rows(name: str, start: int, stop: int) -> str:
+    """The name of some rows of a parameter."""
+    return f"{name}[{start}:{stop}]"
+
+
+def rows_of_name(name: str) -> tuple[str, int, int]:
+    """Parameter, first row and the one after the last of a `name_of_rows`; no rows of other names."""
+    match = ROWS.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3])) if match else (name, 0, 0)
 
 
 def _full_name(device: torch.device) -> torch.device:

@@ -19,6 +19,7 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import ByDevice, absolute_sums, cat, full_precision, read, stack, without_autocast
+from curvature.operators import name_of_rows
 from curvature.preconditioners.block import Block, MeanFacts, group, relative_changes
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -35,7 +36,6 @@ from curvature.terms import (
     OuterProduct,
     Term,
     contractions,
-    name_of_rows,
     row_ranges,
     sum_in_place,
 )

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from curvature.operators import Operator, Space
+from curvature.operators import Operator, Space, rows_of_name
 from curvature.recording import Tape
-from curvature.terms import Term, TermsByVector, gradients, promote
+from curvature.terms import Term, TermsByVector, gradients, promote, row_ranges
 
 # Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
 # times its size over the number of rows is added, in its mean eigenvalues
@@ -40,8 +40,8 @@ class Chunk:
 
     def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
-        left = self.left.get(name)
-        right = left if self.right is self.left else self.right.get(name)
+        left = terms_of(self.left, name)
+        right = left if self.right is self.left else terms_of(self.right, name)
         return None if left is None or right is None else (left, right)
 
     def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
@@ -52,10 +52,11 @@ class Chunk:
 
     def rows(self, space: Space) -> Iterator[tuple[Tensor, Tensor]]:
         """For each vector the rows u and w (N, P) of all samples; the same tensor where these are the same."""
-        of = lambda vectors, k: {name: vectors[name][k] for name in space.names if name in vectors}
+        known = {name: both for name in space.names if (both := self.of(name)) is not None}
         for k in range(self.vectors):
-            u = rows_of(space, of(self.left, k), len(self.weights))
-            yield u, u if self.right is self.left else rows_of(space, of(self.right, k), len(self.weights))
+            of = lambda side, k=k: {name: both[side][k] for name, both in known.items()}  # type: ignore[misc]
+            u = rows_of(space, of(0), len(self.weights))
+            yield u, u if self.right is self.left else rows_of(space, of(1), len(self.weights))
 
     def on(self, device: torch.device) -> Chunk:
         """The chunk with its weights on a device: there are the terms of the parameters there."""
@@ -65,6 +66,25 @@ class Chunk:
     def scales(self) -> Tensor | None:
         """The weights, or None if all are one."""
         return None if bool((self.weights == 1).all()) else self.weights
+
+
+def terms_of(vectors: Vectors, name: str) -> TermsByVector | None:
+    """The terms of a parameter, or of rows of one, ``"weight[0:4]"``, by vector; None if no output depends on them.
+
+    Raises:
+        ValueError: some of these rows are read together with others.
+    """
+    whole, start, stop = rows_of_name(name)
+    if name in vectors or whole not in vectors:
+        return vectors.get(name)
+    apart = [row_ranges(terms) for terms in vectors[whole]]
+    for part in apart[0]:
+        if part.start < stop and start < part.stop and (part.start, part.stop) != (start, stop):
+            raise ValueError(
+                f"{whole}: rows {part.start} to {part.stop} are read together, which was not so in the first batch; "
+                f'choose structure={{"{whole}": "dense"}} or "diagonal"'
+            )
+    return [part.terms for ranges in apart for part in ranges if part.start == start] or None
 
 
 def rows_of(space: Space, terms: Mapping[str, Sequence[Term]], count: int) -> Tensor:

@@ -19,7 +19,7 @@ from curvature.terms.basic import (
     OuterProduct,
     without_bias,
 )
-from curvature.terms.contractions import gradients, joined, name_of_rows, pieces, project_sides, promote, row_ranges
+from curvature.terms.contractions import gradients, joined, pieces, project_sides, promote, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
 from curvature.terms.term import (
@@ -36,6 +36,6 @@ from curvature.terms.term import (
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
     "Term", "TermsByVector", "TransposedConvolution", "chunks", "contractions", "gradients", "joined",
-    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges",
+    "merge_places", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

@@ -64,11 +64,6 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
     return [RowRange(*rows, terms_of_rows[rows]) for rows in ordered] if apart else [whole]
 
 
-def name_of_rows(name: str, start: int, stop: int) -> str:
-    """The name of some rows of a parameter."""
-    return f"{name}[{start}:{stop}]"
-
-
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:

@@ -15,6 +15,7 @@ from curvature.arguments import check_whole
 from curvature.kronecker import DenseSide, DiagonalSide, Side
 from curvature.linalg import cat, cholesky, full_precision, widest
 from curvature.operators import (
+    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
@@ -22,7 +23,6 @@ from curvature.operators import (
     MatrixFree,
     Operator,
     Parameters,
-    RowBlocks,
     Space,
     as_operator,
     blocks_of,
@@ -305,10 +305,8 @@ def _round(block: Operator, parts: Tensor, damping: float) -> Tensor:
     """The flat weights (P,) of a block, rounded: parts (5, P) are the weights and their grid."""
     if isinstance(block, Diagonal):
         return _nearest(parts[0], parts[1:])
-    if isinstance(block, RowBlocks):
-        of = lambda part, rows: _round(part, rows.mT.contiguous(), damping)
-        permuted = block.inner.by_blocks(of, parts.mT[block.order])
-        return torch.empty_like(permuted).index_copy_(0, block.order, permuted)
+    if isinstance(block, BlockDiagonal):  # rows that are read apart
+        return block.by_blocks(lambda part, rows: _round(part, rows.mT.contiguous(), damping), parts.mT)
     if isinstance(block, Kronecker):
         damped = block.factored_damping(damping)
         arranged = block.arrangement.to_matrices(list(block.space.split(parts).values()))
