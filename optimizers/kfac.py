@@ -14,7 +14,7 @@ from curvature.structures import Choice, Choices
 from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
-from optimizers.recording.loss_backprops import LayerBackprops
+from optimizers.recording.backward_passes import LayerBackprops
 from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep

@@ -13,7 +13,7 @@ from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
-from optimizers.recording.loss_backprops import LossRows
+from optimizers.recording.backward_passes import LossRows
 from optimizers.schedule import Schedule
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import HandOverStep

@@ -16,8 +16,8 @@ from curvature.linalg import PRODUCTS, ByDevice, full_precision, stack
 from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, invert
 from curvature.recording import warn_once
+from optimizers.distributed.processes import Team
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
-from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
 from optimizers.recording.recorder import Recorder
 from optimizers.schedule import Schedule

@@ -28,13 +28,11 @@ from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
 from optimizers.arguments import require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
-from optimizers.distributed.processes import Distributed, unwrap_data_parallel
+from optimizers.distributed.processes import Distributed, Team, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
-from optimizers.distributed.team import Team
 from optimizers.model_optimizer import ModelOptimizer, check_numbers
 from optimizers.preconditioner import Preconditioner
-from optimizers.recording.backward_passes import Passes
-from optimizers.recording.loss_backprops import LossBackprops
+from optimizers.recording.backward_passes import LossBackprops, Passes
 from optimizers.recording.recorder import Recorder, Scaling, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule

@@ -14,7 +14,6 @@ from curvature.gradients.data import (
     require_order,
     require_pairs,
 )
-from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import (
@@ -25,7 +24,13 @@ from curvature.gradients.jacobian_products import (
     output_changes,
 )
 from curvature.gradients.meeting_samples import UNSTEADY, SamplesMeet, where_samples_meet
-from curvature.gradients.parameter_terms import terms_by_parameter, weighted_gradients
+from curvature.gradients.parameter_terms import (
+    candidate_axes,
+    computed_weights,
+    layers_of,
+    terms_by_parameter,
+    weighted_gradients,
+)
 from curvature.gradients.per_sample import (
     check_gradients,
     per_sample_gradients,
@@ -36,7 +41,6 @@ from curvature.gradients.per_sample import (
 )
 from curvature.gradients.plans import (
     Plan,
-    candidate_axes,
     certain_layouts,
     differences,
     kept_plan,
@@ -52,7 +56,7 @@ __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "OtherShapeAlone", "Plan", "RefuseNewData", "SamplesMeet",
     "UNSTEADY", "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes",
     "check_gradients", "clipped_gradient", "complete_changes", "computed_weights", "differences",
-    "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan", "kind_of", "layers_of",
+    "either_form", "general_path_terms", "gradient_noise_scale", "kept_plan", "kind_of", "layers_of",
     "learn", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_order", "require_pairs",
     "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from curvature.attempts import attempt
 from curvature.gradients.batch import Batch, OtherShapeAlone
 from curvature.gradients.data import kind_of
-from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows, rows_of_each
+from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan, differences, keep_plan
 from curvature.linalg import full_precision, to_host
 from curvature.losses import LossVaries, NoWeightedSum, settings_of, shares_of_parts

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.functional import ExactNorms
-from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import ROWS_ELEMENTS, rows_of_each
-from curvature.gradients.parameter_terms import terms_by_parameter, zeros
+from curvature.gradients.parameter_terms import Terms, terms_by_parameter, zeros
 from curvature.gradients.plans import graph_signature, kept_plan, learn
 from curvature.linalg import stack
 from curvature.recording import (

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch, SampleDim, either_form
-from curvature.gradients.derived_weights import Terms
 from curvature.gradients.general_path import check_once, general_path_terms, terms_of_object_output
 from curvature.gradients.meeting_samples import SamplesMeet, where_samples_meet
-from curvature.gradients.parameter_terms import Backprops, terms_by_parameter, zeros
+from curvature.gradients.parameter_terms import Backprops, Terms, terms_by_parameter, zeros
 from curvature.gradients.plans import differences, learn, record, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import TORCH_LOSSES, Loss, count_alike, name_of, require_repeats, require_weighted_sum

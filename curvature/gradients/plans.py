@@ -12,7 +12,7 @@ that fails a check takes the general path.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ from torch.autograd.graph import Node as GraphNode
 from curvature.attempts import attempt
 from curvature.functional import is_of_the_user
 from curvature.gradients.batch import Batch
-from curvature.gradients.derived_weights import Terms
-from curvature.gradients.parameter_terms import Backprops, terms_by_parameter
+from curvature.gradients.parameter_terms import Backprops, Terms, candidate_axes, terms_by_parameter
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, read, rounding_tolerance, to_device, to_host, widen, widest
 from curvature.recording import ModelState, RecordingMode, Tape, Use, call_model, facts_of, map_tensors, warn_once
@@ -352,21 +351,6 @@ def _experiment(
         backprops = [b if is_asked else None for b, is_asked in zip(backprops, asked, strict=True)]
     layouts, are_certain = find_layouts(backprops, weighted_backprops, weights)
     return [next(iter(at_use), None) for at_use in layouts], are_certain
-
-
-def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
-    """Every axis that could hold the samples, the simplest first."""
-    for dim, size in enumerate(shape):
-        if size == count:
-            yield Layout(dim, 1, count, 1)
-    for dim, size in enumerate(shape):
-        rest = size // count
-        if size % count == 0 and rest > 1:
-            yield Layout(dim, 1, count, rest)
-            yield Layout(dim, rest, count, 1)
-            for outer in range(2, rest):
-                if rest % outer == 0:
-                    yield Layout(dim, outer, count, rest // outer)
 
 
 def find_layouts(

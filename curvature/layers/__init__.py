@@ -4,7 +4,7 @@ In: a recorded call, the backprop at its output, and where the samples are in it
 parameter (`curvature.terms`). The table is `RULES`; a new rule is one class with `@register`.
 """
 
-from curvature.layers import convolution, elementwise, embedding, matrix_products, normalisation
+from curvature.layers import elementwise, embedding, matrix_products, normalisation
 from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported, register
 from curvature.layers.normalisation import uses_running_statistics
 

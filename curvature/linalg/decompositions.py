@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg.devices import SHARED_MEMORY, look, to_device, to_host, widen
-from curvature.linalg.precision import full_precision, matmul
+from curvature.linalg.devices import SHARED_MEMORY, full_precision, look, matmul, to_device, to_host, widen
 
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0

@@ -1,10 +1,16 @@
-"""What differs between devices: where numbers are that belong together, how they get there, and their precision."""
+"""What differs between devices: where numbers are that belong together, how they get there, and their precision.
+
+Products and convolutions are in the precision of their factors, whatever TF32, bfloat16 and autocast are set to.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -117,3 +123,131 @@ def look(flags: Sequence[Tensor]) -> list[bool]:
     """What flags () say, by one transfer to the host."""
     place = next((x.device for x in flags if x.device.type != "cpu"), torch.device("cpu"))
     return torch.stack([x.to(place) for x in flags]).tolist() if flags else []
+
+
+INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  # of this thread
+CUDNN: Any = torch.backends.cudnn
+MKLDNN: Any = torch.backends.mkldnn
+# torch's switches, one for each operator and library
+Operator = tuple[str, str]
+ALL: tuple[Operator, ...] = tuple(itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
+PRODUCTS: tuple[Operator, ...] = ("cuda", "matmul"), ("mkldnn", "matmul")
+EXACT = "none", "ieee"
+OPERATORS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
+
+
+def _set(operators: Sequence[str], products: str | None, cudnn: bool | None) -> None:
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    if cudnn is not None:
+        torch._C._set_cudnn_allow_tf32(cudnn)  # the attribute refuses after `disable_global_flags()`
+    for one, precision in zip(OPERATORS, operators, strict=True):
+        if one.fp32_precision != precision:
+            one.fp32_precision = precision
+
+
+class Switch:
+    """The settings are the process's: the first thread that enters changes them, the last that leaves restores them.
+
+    Of torch's older kind there are one for products and one for cuDNN. Reading them raises where they contradict those
+    of the newer kind; then they are not set either.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.entered = 0
+        self.operators: list[str] = []
+        self.products: str | None = None
+        self.cudnn: bool | None = None
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.entered:
+                self.operators = [one.fp32_precision for one in OPERATORS]
+                self.products = self.cudnn = None
+                with suppress(RuntimeError):
+                    _ = torch.backends.cuda.matmul.allow_tf32  # raises where the next line does not
+                    self.products = torch.get_float32_matmul_precision()
+                with suppress(RuntimeError):
+                    self.cudnn = CUDNN.allow_tf32
+                exact = ["ieee"] * len(OPERATORS)
+                _set(exact, self.products and "highest", None if self.cudnn is None else False)
+            self.entered += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.entered -= 1
+            if not self.entered:
+                _set(self.operators, self.products, self.cudnn)
+
+
+SWITCH = Switch()
+
+
+@contextmanager
+def full_precision(operators: Sequence[Operator] = ALL) -> Iterator[None]:
+    """Switch off TF32 and bfloat16, which keep three digits, in all threads if one of the operators would round."""
+    if INSIDE.get():
+        yield
+        return
+    # settings that another thread has switched may be switched back meanwhile
+    is_switched = bool(SWITCH.entered) or _any_rounds(operators)
+    if is_switched:
+        SWITCH.enter()
+    token = INSIDE.set(True)
+    try:
+        yield
+    finally:
+        INSIDE.reset(token)
+        if is_switched:
+            SWITCH.leave()
+
+
+def _any_rounds(operators: Sequence[Operator]) -> bool:
+    """Whether one does on a device that there is; torch's setting for cuDNN is TF32 from the start."""
+    kinds = ("cuda", "mkldnn") if torch.accelerator.is_available() else ("mkldnn",)
+    return any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in operators if one[0] in kinds)
+
+
+def product_rounding(device: torch.device) -> float:
+    """The relative error of a product or convolution of single precision on a device, as the settings now are."""
+    operators = OPERATORS[3:] if device.type == "cpu" else OPERATORS[:3]
+    errors = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
+    return max(errors.get(one.fp32_precision, torch.finfo(torch.float32).eps) for one in operators)
+
+
+def own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
+    if INSIDE.get() and not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()  # to enter a context costs more than a small product
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(x.device.type, enabled=False))
+    stack.enter_context(full_precision())
+    return stack
+
+
+def without_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
+    """Inside, autocast is off on devices of these kinds."""
+    stack = ExitStack()
+    for kind in dict.fromkeys(device.type for device in devices):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
+    with own_precision(left):
+        return left @ right
+
+
+def rounding_tolerance(x: Tensor) -> float:
+    """Relative difference that rounding explains, even if parts of the model compute in single precision."""
+    return max(float(torch.finfo(x.dtype).eps), float(torch.finfo(torch.float32).eps)) ** 0.5
+
+
+def noise_floor(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Norm () below which a tensor is rounding noise, given all of its kind: a gradient may cancel to zero."""
+    # in half precision less than a hundred roundings: nearly everything would be noise, and no check would fail
+    share = lambda eps: min(100 * eps, eps**0.5 / 4)
+    floors = [widen(share(torch.finfo(t.dtype).eps) * t.norm()) for t in tensors if t is not None]
+    return stack(floors).amax() if floors else torch.zeros((), device="cpu")

@@ -8,7 +8,6 @@ from typing import Any
 from curvature.gradients import layers_of
 from curvature.kronecker import Basis
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, Space
-from curvature.recording import Tape
 from curvature.structures import Accumulator, Chunk, DiagonalStructure, EigenStructure, KroneckerStructure
 
 
@@ -63,16 +62,12 @@ class LayersAccumulator(BlocksAccumulator):
         arrived = [name for name in self.waiting if chunk.of(name) is not None]
         if arrived:
             self.waiting = [name for name in self.waiting if name not in arrived]
-            self.parts |= {names: self.make(names, chunk) for names in self._by_layer(chunk.tape, arrived)}
+            layers = layers_of(chunk.tape, arrived, self.alone)
+            self.parts |= {names: self.make(names, chunk) for names in layers}
         super().add(chunk)
 
-    def _by_layer(self, tape: Tape | None, names: Collection[str]) -> list[tuple[str, ...]]:
-        """The names of each block; without a tape, of parameters that no data have met."""
-        together = layers_of(tape, [name for name in names if name not in self.alone])
-        return together + [(name,) for name in names if name in self.alone]
-
     def result(self, scale: float) -> BlockDiagonal:
-        unread = map(self.space.subspace, self._by_layer(None, self.waiting))
+        unread = map(self.space.subspace, layers_of(None, self.waiting, self.alone))
         self.parts |= {space.names: DiagonalStructure(space) for space in unread}
         return super().result(scale)
 

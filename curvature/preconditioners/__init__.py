@@ -5,13 +5,12 @@ In: recorded passes of a training loop. Out: ``(M + damping I)^-1 g`` for gradie
 ``1/2 ||r||^2``.
 """
 
-from curvature.preconditioners.block import Block, invert
+from curvature.preconditioners.block import BatchFacts, Block, CurvatureStatistics, SquaredChange, invert
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.least_squares import LeastSquares
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks, residual_inverses
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, SquaredChange
 
 __all__ = [
     "BatchFacts", "Block", "BlockDiagonalCurvature", "CurvatureStatistics", "CurvatureStore", "FullCurvature",

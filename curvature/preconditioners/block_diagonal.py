@@ -15,17 +15,24 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from curvature.functional import RECURRENT
-from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
+from curvature.gradients import candidate_axes, certain_layouts, layers_of, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import ByDevice, absolute_sums, cat, full_precision, read, stack, without_autocast
 from curvature.operators import name_of_rows
-from curvature.preconditioners.block import Block, MeanFacts, group, relative_changes
+from curvature.preconditioners.block import (
+    BatchFacts,
+    Block,
+    CurvatureStatistics,
+    MeanFacts,
+    SquaredChange,
+    group,
+    relative_changes,
+)
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRangeBlock
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, SquaredChange
 from curvature.preconditioners.structure_block import StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.structures import Choices, DiagonalStructure, Structure
@@ -257,18 +264,10 @@ class BlockDiagonalCurvature(CurvatureStore):
         if all(name in index for name, parts in terms.items() if parts):
             return
         new = [name for name in tape.parameters if terms.get(name) and name not in index]
-        made = [block for names in self._layers(tape, new, index) for block in self._blocks_of(tape, names, terms)]
+        layers = layers_of(tape, new, self.choices.alone)
+        made = [block for names in layers for block in self._blocks_of(tape, names, terms)]
         self.blocks += sorted(made, key=lambda block: isinstance(block, DiagonalBlock))
         index.update(self.index())
-
-    def _layers(self, tape: Tape, names: Sequence[str], index: Mapping[str, Block]) -> list[tuple[str, ...]]:
-        """The parameters of these names that have a block together: a weight with its bias; all others alone."""
-        alone, layers = self.choices.alone, dict[str, tuple[str, ...]]()
-        for name in names:
-            bias = joint_bias(tape, name)
-            if bias is not None and bias not in index and bias not in layers and alone.isdisjoint((name, bias)):
-                layers |= dict.fromkeys((name, bias), (name, bias))
-        return list(dict.fromkeys(layers.get(name, (name,)) for name in names))
 
     def _blocks_of(self, tape: Tape, names: Sequence[str], terms: Mapping[str, list[Term]]) -> list[Block]:
         """One block for a layer, or the diagonals of its parameters."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.linalg import full_precision, to_host, widen
 from curvature.operators import Named
-from curvature.preconditioners.block import Block, Due
+from curvature.preconditioners.block import Block, CurvatureStatistics, Due
 from curvature.preconditioners.least_squares import Damping, LeastSquares, at
-from curvature.preconditioners.statistics import CurvatureStatistics
 
 
 class FullBlock(Block):

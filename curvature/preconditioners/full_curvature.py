@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from curvature.gradients import Jacobian, layers_of
 from curvature.linalg import full_precision
 from curvature.operators import truncated_conjugate_gradient
-from curvature.preconditioners.block import Block, invert
+from curvature.preconditioners.block import BatchFacts, Block, CurvatureStatistics, RowStatistics, SquaredChange, invert
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full import FullBlock, Named, WoodburyBlock
 from curvature.preconditioners.least_squares import Damping
-from curvature.preconditioners.statistics import BatchFacts, CurvatureStatistics, RowStatistics, SquaredChange
 from curvature.recording import Tape
 
 WARM_START_FACTOR = 0.95  # times the last solution is where iterations start

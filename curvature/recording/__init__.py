@@ -15,7 +15,6 @@ from curvature.recording.autograd_graph import (
 )
 from curvature.recording.facts import facts_of
 from curvature.recording.listener import Listener, capture
-from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import (
     FunctionModel,
     ModelState,
@@ -35,7 +34,7 @@ from curvature.recording.model_call import (
     unwrap_compiled,
     warn_once,
 )
-from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, stream_backprops, tensors_in
+from curvature.recording.tape import ParameterNode, RecordingMode, Tape, Use, is_sharded, stream_backprops, tensors_in
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "RecordingMode", "Tape", "Use",

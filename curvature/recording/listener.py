@@ -15,9 +15,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from curvature.recording.mode import RecordingMode
 from curvature.recording.model_call import force_eager, trained_parameters, unwrap_compiled
-from curvature.recording.tape import Tape, tensors_in
+from curvature.recording.tape import RecordingMode, Tape, tensors_in
 
 NO_CONTEXTS = ExitStack()
 # the function in which torch runs what it has compiled, also where it is forced to run as it was written

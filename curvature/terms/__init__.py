@@ -19,19 +19,24 @@ from curvature.terms.basic import (
     OuterProduct,
     without_bias,
 )
-from curvature.terms.contractions import gradients, joined, pieces, project_sides, promote, row_ranges
-from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
-from curvature.terms.term import (
+from curvature.terms.contractions import (
     RowSlice,
     Term,
     TermsByVector,
     chunks,
+    gradients,
+    joined,
     merge_places,
+    pieces,
+    project_sides,
+    promote,
+    row_ranges,
     sum_in_place,
     to_device,
     unfold,
 )
+from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",

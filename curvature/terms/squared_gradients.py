@@ -14,9 +14,8 @@ from torch import Tensor
 
 from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
-from curvature.terms.contractions import gradients
+from curvature.terms.contractions import Term, TermsByVector, chunks, gradients, merge_places, sum_in_place, unfold
 from curvature.terms.convolution import Convolution
-from curvature.terms.term import Term, TermsByVector, chunks, merge_places, sum_in_place, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 

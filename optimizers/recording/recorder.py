@@ -20,11 +20,16 @@ from curvature.losses import Injection, empirical, isotropic
 from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
-from optimizers.distributed.processes import Processes, vectors_of_global_batch
-from optimizers.distributed.team import Team
+from optimizers.distributed.processes import Processes, Team, vectors_of_global_batch
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
-from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
+from optimizers.recording.backward_passes import (
+    LossBackprops,
+    Measured,
+    Passes,
+    RecordedPass,
+    is_checkpointed,
+    is_transformed,
+)
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, OutputScale, find_outputs, squares_along
 from optimizers.schedule import Schedule
 

@@ -15,8 +15,7 @@ from curvature.kronecker.sides import SketchSide
 from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC
-from optimizers.distributed.processes import Distributed
-from optimizers.distributed.team import Team
+from optimizers.distributed.processes import Distributed, Team
 from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Passes

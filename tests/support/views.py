@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import capture, sample_layouts
-from curvature.gradients.derived_weights import joint_bias
-from curvature.gradients.parameter_terms import terms_by_parameter
+from curvature.gradients.parameter_terms import joint_bias, terms_by_parameter
 from curvature.kronecker.factors import Scheme
 from curvature.terms import Term
 from support.cases.case import randomise, seeded

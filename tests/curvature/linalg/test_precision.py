@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from curvature.linalg import full_precision
-from curvature.linalg.precision import SWITCH
+from curvature.linalg.devices import SWITCH
 from support.architecture import ROOT
 
 SETTINGS = (
@@ -28,7 +28,7 @@ SCRIPT = """
 import os, sys, torch
 torch.accelerator.is_available = lambda: True  # without one, its settings round nothing
 from curvature.linalg import full_precision
-from curvature.linalg.precision import SWITCH
+from curvature.linalg.devices import SWITCH
 
 def older(read):
     try:
@@ -78,7 +78,7 @@ torch.accelerator.is_available = lambda: True
 torch.backends.cudnn.allow_tf32 = True
 torch.backends.disable_global_flags()
 from curvature.linalg import full_precision
-from curvature.linalg.precision import SWITCH
+from curvature.linalg.devices import SWITCH
 with full_precision():
     assert not torch.backends.cudnn.allow_tf32
 assert torch.backends.cudnn.allow_tf32

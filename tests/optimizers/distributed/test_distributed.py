@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
-from optimizers.distributed.processes import vectors_of_global_batch
-from optimizers.distributed.team import TensorForm, Workers
+from optimizers.distributed.processes import TensorForm, Workers, vectors_of_global_batch
 from support.cases.case import seeded
 from support.distributed import scenarios
 from support.distributed.processes import on_processes
