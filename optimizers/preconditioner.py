@@ -79,19 +79,19 @@ class Preconditioner:
             if is_renewal and processes.size > 1:
                 if not any_sharded(trained.values()):
                     processes.check_same_gradients(gradients)
-                measured.add_up(self.team)
+                self.team.add_up(measured)
             # 2. running averages
             if not self.blocks:
                 warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
-            self.store.update_average(measured.curvature, self.decay)
+            self.store.update_average(measured, self.decay)
             # 3. the next renewal, by how far averages have moved
-            if is_renewal or measured.curvature.blocks:  # rules may call this at every step
-                self._note_renewal(measured.curvature.blocks, trained)
+            if is_renewal or measured.blocks:  # rules may call this at every step
+                self._note_renewal(measured.blocks, trained)
         with self.monitor.timed("inverses"):
             # 4. inverses of blocks that have moved far enough
             inverted = self._invert_due(options, next((p.device for p in trained.values()), torch.device("cpu")))
         # 5. the size of the outputs, and their change along the last step
-        self.recorder.outputs.update(measured.outputs, measured.curvature.along)
+        self.recorder.outputs.update(measured.outputs, measured.along)
         return Renewal(is_renewal, inverted)
 
     def _note_renewal(self, seen: Mapping[str, Any], trained: Named) -> None:

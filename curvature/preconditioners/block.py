@@ -375,17 +375,21 @@ class CurvatureStatistics:
         blocks: sums over samples, by the first parameter of each leaf. They add up over processes, too.
         rows: processes gather these, which do not add up.
         along: the squared change along a displacement.
+        outputs: sums that say how large the outputs are: of "squares", and "numbers" of samples and entries.
     """
 
     blocks: dict[str, Structure] = field(default_factory=dict)
     rows: RowStatistics | None = None
     along: SquaredChange = SquaredChange()
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.blocks) or self.rows is not None
 
     def add_(self, other: CurvatureStatistics) -> None:
         """Add other statistics, which must not be used any more: their memory may be shared."""
+        here = self.outputs
+        self.outputs = {**here, **{k: here[k] + x if k in here else x for k, x in other.outputs.items()}}
         if other.rows is not None:
             if self.rows is None or self.rows.shapes != other.rows.shapes:  # other parameters are trained now
                 self.blocks, self.rows = other.blocks, other.rows
@@ -404,3 +408,5 @@ class CurvatureStatistics:
         if self.rows is not None:
             self.rows.times *= times
         self.along = self.along._replace(value=times**2 * self.along.value)
+        if self.outputs:
+            self.outputs = {**self.outputs, "squares": times**2 * self.outputs["squares"]}

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from curvature.linalg import read, stack, widen, widest
 from curvature.losses import Injection
-from curvature.preconditioners import Block, CurvatureStore
+from curvature.preconditioners import Block, CurvatureStatistics, CurvatureStore, SquaredChange
 from curvature.recording import unwrap_compiled
 
 BUCKET_ENTRIES = 1 << 23  # largest flat buffer of one collective
@@ -201,6 +201,7 @@ def vectors_of_global_batch(
     return vectors[:, rank * len(output) : (rank + 1) * len(output)]
 
 
+ALONG = "along"  # name of what `CurvatureStatistics.along` has
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
@@ -228,6 +229,22 @@ class Team:
         if device != self.device:
             self.device = device
             self._set_up()
+
+    def add_up(self, measured: CurvatureStatistics) -> None:
+        """Replace all by what all processes have measured; sums by name of block ("" for the outputs) and of sum."""
+        processes = self.processes
+        self.store.gather(measured, processes.all_gather_objects)
+        each = {name: block.sums(processes.rank, processes.size) for name, block in measured.blocks.items()}
+        sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
+        sums |= {("", k): x for k, x in measured.outputs.items()}
+        if (along := measured.along).blocks:  # of which there is only that they were reached
+            sums |= {("", ALONG): along.value} | {(name, ALONG): along.value.new_zeros(0) for name in along.blocks}
+        sums = self.summed(sums)
+        measured.blocks = self.store.statistics_from({k: x for k, x in sums.items() if k[0] and k[1] != ALONG})
+        measured.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
+        if ("", ALONG) in sums:
+            reached = frozenset(name for name, k in sums if name and k == ALONG)
+            measured.along = SquaredChange(sums["", ALONG], reached)
 
     def summed(self, measured: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Sums over all processes of what they have measured; zeros where none has."""

@@ -28,50 +28,10 @@ from torch.utils.hooks import RemovableHandle
 from curvature.functional import graph_nodes
 from curvature.gradients import computed_weights
 from curvature.losses import resolve
-from curvature.preconditioners import BatchFacts, CurvatureStatistics, SquaredChange
+from curvature.preconditioners import BatchFacts, CurvatureStatistics
 from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.processes import Team
 from optimizers.recording.model_outputs import OutputScale, regular, samples_first, squares_along
-from optimizers.recording.model_outputs import Sums as OutputSums
-
-ALONG = "along"  # name of what `CurvatureStatistics.along` has
-
-
-@dataclass
-class Measured:
-    """Measurements of passes: statistics of the curvature and of the size of the outputs."""
-
-    curvature: CurvatureStatistics = field(default_factory=CurvatureStatistics)
-    outputs: OutputSums = field(default_factory=dict)
-
-    def add_(self, other: Measured) -> None:
-        """Add in place; may reuse the memory of `other`."""
-        self.curvature.add_(other.curvature)
-        known = self.outputs
-        self.outputs = {**known, **{k: known[k] + x if k in known else x for k, x in other.outputs.items()}}
-
-    def scale_vectors_(self, times: float) -> None:
-        """Rescale as if the vectors had been `times` as long."""
-        self.curvature.scale_vectors_(times)
-        if self.outputs:
-            self.outputs = {**self.outputs, "squares": times**2 * self.outputs["squares"]}
-
-    def add_up(self, team: Team) -> None:
-        """Replace all by what all processes have measured; sums by name of block ("" for the outputs) and of sum."""
-        curvature, processes = self.curvature, team.processes
-        team.store.gather(curvature, processes.all_gather_objects)
-        each = {name: block.sums(processes.rank, processes.size) for name, block in curvature.blocks.items()}
-        sums = {(name, k): x for name, block in each.items() for k, x in block.items()}
-        sums |= {("", k): x for k, x in self.outputs.items()}
-        if (along := curvature.along).blocks:  # of which there is only that they were reached
-            sums |= {("", ALONG): along.value} | {(name, ALONG): along.value.new_zeros(0) for name in along.blocks}
-        sums = team.summed(sums)
-        of_blocks = {pair: x for pair, x in sums.items() if pair[0] and pair[1] != ALONG}
-        curvature.blocks = team.store.statistics_from(of_blocks)
-        self.outputs = {k: x for (name, k), x in sums.items() if not name and k != ALONG}
-        if ("", ALONG) in sums:
-            reached = frozenset(name for name, k in sums if name and k == ALONG)
-            curvature.along = SquaredChange(sums["", ALONG], reached)
 
 
 class Passes:
@@ -80,8 +40,8 @@ class Passes:
     def __init__(self, has_gradients: Callable[[], Any] = lambda: True) -> None:
         self.has_gradients = has_gradients  # whether a parameter has a gradient now
         self.step = object()  # which one is to come
-        self.total = Measured()  # of the passes that count
-        self.last: Measured | None = None  # of the last pass, kept alive by the hooks on its outputs, too
+        self.total = CurvatureStatistics()  # of the passes that count
+        self.last: CurvatureStatistics | None = None  # of the last pass, kept alive by the hooks on its outputs, too
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
         self.backward = -1  # number of the last backward pass
@@ -89,7 +49,7 @@ class Passes:
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(
-        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor],
+        self, measured: CurvatureStatistics, outputs: Sequence[Tensor], parameters: Sequence[Tensor],
         check: Callable[[Tensor], None] | None = None,
     ) -> None:  # fmt: skip
         """Count a pass once a gradient arrives that trains or has a graph; `check` may raise at it."""
@@ -125,7 +85,7 @@ class Passes:
             self.is_old |= self.adds and not self.has_gradients()
             self.backward, self.adds = number, is_training(parameters, adds=True)
         if self.is_old:
-            self.total = Measured()
+            self.total = CurvatureStatistics()
         self.is_old, self.arrived = False, True
 
     def zero(self) -> None:
@@ -139,7 +99,7 @@ class Passes:
         self._end()
 
     def forget(self) -> None:
-        self.total = Measured()
+        self.total = CurvatureStatistics()
         self._end()
 
     def _end(self) -> None:
@@ -224,7 +184,7 @@ class LossBackprops:
         """Register hooks on a recorded pass."""
         raise NotImplementedError
 
-    def measured(self, scale: float) -> Iterator[Measured]:
+    def measured(self, scale: float) -> Iterator[CurvatureStatistics]:
         """What has arrived, by pass; `scale` is what the loss of each was multiplied by."""
         raise NotImplementedError
 
@@ -353,7 +313,7 @@ class LayerBackprops(LossBackprops):
             key, g, whole = (None, name), _widen(gradient), self._of_pass(recorded).whole
             whole[key] = whole[key] + g if key in whole else g
 
-    def measured(self, scale: float) -> Iterator[Measured]:
+    def measured(self, scale: float) -> Iterator[CurvatureStatistics]:
         for recorded, arrived in self.arrived.items():
             times = self.factor(recorded.batch.count) / scale
             backprops = [None if b is None else times * b for b in arrived.backprops]
@@ -361,7 +321,8 @@ class LayerBackprops(LossBackprops):
             for (_, name), g in arrived.whole.items():
                 whole[name] = whole[name] + times * g if name in whole else times * g
             measured = self.store.measure_backprops(recorded.tape, backprops, whole, recorded.batch)
-            yield Measured(measured, OutputScale.in_metric(times**2 * arrived.squares, recorded.batch.count))
+            measured.outputs = OutputScale.in_metric(times**2 * arrived.squares, recorded.batch.count)
+            yield measured
 
 
 def _counts(gradient: Tensor | None, tape: Tape) -> bool:
@@ -420,8 +381,8 @@ class LossRows(LossBackprops):
         with self._sending(vectors.device):
             self._note_passed(recorded, index, output, vectors)
             measured = self.store.measure(recorded.tape, [output], [vectors[None]], batch)
-        sums = OutputScale.in_metric(squares_along(output, vectors), batch.count)
-        self.arrived.setdefault(recorded, Measured()).add_(Measured(measured, sums))
+        measured.outputs = OutputScale.in_metric(squares_along(output, vectors), batch.count)
+        self.arrived.setdefault(recorded, CurvatureStatistics()).add_(measured)
 
     def _note_passed(self, recorded: RecordedPass, index: int, output: Tensor, vectors: Tensor) -> None:
         """Note what comes to other outputs, of which this one was computed: it is part of the gradient there, too."""
@@ -432,7 +393,7 @@ class LossRows(LossBackprops):
             if g is not None:
                 self.passed.setdefault((recorded, k), []).append(g)
 
-    def measured(self, scale: float) -> Iterator[Measured]:
+    def measured(self, scale: float) -> Iterator[CurvatureStatistics]:
         # only now: times the scale of the loss it may be too much for float16
         for arrived in self.arrived.values():
             arrived.scale_vectors_(self.unit / scale)

@@ -18,13 +18,12 @@ from torch.utils.checkpoint import CheckpointError
 from curvature.linalg import stack, widen
 from curvature.losses import Injection, empirical, isotropic
 from curvature.operators import Named
-from curvature.preconditioners import BatchFacts, CurvatureStore
+from curvature.preconditioners import BatchFacts, CurvatureStatistics, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import Processes, Team, vectors_of_global_batch
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import (
     LossBackprops,
-    Measured,
     Passes,
     RecordedPass,
     is_checkpointed,
@@ -160,7 +159,8 @@ class Recorder:
         # 4. statistics: what the vectors show of each block, and how far the last step has moved the outputs
         batch = replace(batch, independent=is_isotropic)
         with torch.autocast(first.device.type, enabled=False):
-            measured = Measured(self.store.measure(tape, outputs.tensors, as_many(vectors), batch), sums)
+            measured = self.store.measure(tape, outputs.tensors, as_many(vectors), batch)
+        measured.outputs = sums
 
         # 5. the pass counts once a gradient of the loop arrives, which shows the axis of the classes, too
         check = functools.partial(self._check_class_axis, axis) if has_axis and not self.is_axis_checked else None
@@ -221,13 +221,13 @@ class Recorder:
 
     # -- for a step
 
-    def take(self) -> Measured:
+    def take(self) -> CurvatureStatistics:
         """What the passes that count at a step have measured, once."""
         if self.listener.problem:
             raise RuntimeError(self.listener.problem)
         self.passes.settle()
         self.loss_backprops.deliver(self._loss_scale)
-        measured, self.passes.total = self.passes.total, Measured()
+        measured, self.passes.total = self.passes.total, CurvatureStatistics()
         return measured
 
     def _loss_scale(self) -> float:
@@ -243,7 +243,7 @@ class Recorder:
     @property
     def has_measured(self) -> bool:
         """Whether there are new statistics for the running averages."""
-        return bool(self.loss_backprops.arrived or self.passes.total.curvature)
+        return bool(self.loss_backprops.arrived or self.passes.total)
 
     def discard(self) -> None:
         """Forget the forward passes since the last step."""
