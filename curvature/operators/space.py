@@ -123,7 +123,7 @@ class Space:
             return self._parts[name]
         whole, first, last = rows_of_name(name)
         if whole not in self._parts or not first < last <= (self._parts[whole].shape or (0,))[0]:
-            raise KeyError(f"no parameter {name!r} in the space of {list(self.names)}")
+            raise KeyError(f"no parameters {[name]} in the space of {list(self.names)}")
         _, start, (_, *row) = self._parts[whole]
         return Part(whole, start + first * math.prod(row), (last - first, *row))
 

@@ -216,6 +216,34 @@ def test_space(device):
             Space(names, ((1,), (1,)))
 
 
+def test_blocks_over_rows_of_parameters(device, tmp_path):
+    """Against the dense matrix, with positions that are counted by hand."""
+    source = Source(device)
+    space = source.space(w=(4, 2), b=(4,), other=(3,))
+    rows = {("w[1:4]", "b[1:4]"): [*range(2, 8), 9, 10, 11], ("other",): [12, 13, 14], ("b[0:1]", "w[0:1]"): [8, 0, 1]}
+    expected, made = torch.zeros(15, 15, dtype=torch.float64, device=device), []
+    for names, positions in rows.items():
+        where = torch.tensor(positions, device=device)
+        assert torch.equal(space.positions(names), where)
+        made.append(Dense(space.subspace(names), source.definite(d=len(positions))))
+        expected[where[:, None], where] = made[-1].matrix
+    K, V = BlockDiagonal(space, made), source.normal(15, 2)
+    K.save(tmp_path / "K.pt")
+    for op in (K, load(tmp_path / "K.pt", device=device)):
+        torch.testing.assert_close(op.to_dense(), expected)
+        torch.testing.assert_close(op @ V, expected @ V)
+        torch.testing.assert_close(op.diagonal(), expected.diagonal())
+        torch.testing.assert_close((op + K).to_dense(), 2 * expected)
+    assert [block.space.shapes for block in K.blocks.values()] == [((3, 2), (3,)), ((3,),), ((1,), (1, 2))]
+    for name in ("w[0:5]", "w[2:2]", "v[0:1]"):
+        with pytest.raises(KeyError, match="no parameters"):
+            space.subspace([name])
+    of_w, unit = space.subspace(["w"]), lambda part: Diagonal(part, torch.ones(part.size).to(V))
+    for name in ("w[0:1]", "w[0:3]"):  # a row is in no block, or in two
+        with pytest.raises(ValueError, match="blocks should cover each parameter once"):
+            BlockDiagonal(of_w, [unit(of_w.subspace([rows])) for rows in (name, "w[2:4]")])
+
+
 def test_parts_that_do_not_fit(device):
     space, matrix = first(device)
     with pytest.raises(ValueError, match="not symmetric"):
