@@ -29,11 +29,10 @@ from curvature.preconditioners.block import (
     group,
     relative_changes,
 )
-from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRangeBlock
-from curvature.preconditioners.structure_block import StructureBlock
+from curvature.preconditioners.structure_block import DiagonalBlock, StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.structures import Choices, DiagonalStructure, Structure
 from curvature.terms import (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
 from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics, invert
-from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.structure_block import DiagonalBlock
 from support.cases.case import seeded
 from support.running_blocks import (
     MODELS,
