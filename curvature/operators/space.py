@@ -114,8 +114,8 @@ class Space:
 
     @cached_property
     def _parts(self) -> dict[str, Part]:
-        starts = itertools.accumulate(self.sizes, initial=0)
-        return {name: Part(name, *of) for name, *of in zip(self.names, starts, self.shapes, strict=False)}
+        each = zip(self.names, itertools.accumulate(self.sizes, initial=0), self.shapes, strict=False)
+        return {name: Part(name, start, shape) for name, start, shape in each}
 
     def part(self, name: str) -> Part:
         """Where a parameter, or rows of one, are in the flat vector; KeyError as for `subspace`."""

@@ -54,7 +54,7 @@ class Chunk:
         """For each vector the rows u and w (N, P) of all samples; the same tensor where these are the same."""
         known = {name: both for name in space.names if (both := self.of(name)) is not None}
         for k in range(self.vectors):
-            of = lambda side, k=k: {name: both[side][k] for name, both in known.items()}  # type: ignore[misc]
+            of = lambda side, k=k: {name: both[side][k] for name, both in known.items()}
             u = rows_of(space, of(0), len(self.weights))
             yield u, u if self.right is self.left else rows_of(space, of(1), len(self.weights))
 
