@@ -39,7 +39,7 @@ class Chunk:
     whole: ValueError | None  # why the batch counts as one sample, if it does: its samples meet
 
     def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """Terms of one parameter by vector, left and right; None if no output depends on it."""
+        """Terms of one parameter, or of rows of one, by vector, left and right; None if no output depends on it."""
         left = terms_of(self.left, name)
         right = left if self.right is self.left else terms_of(self.right, name)
         return None if left is None or right is None else (left, right)
