@@ -9,19 +9,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Curvature changes fast at first. Intervals grow by one step every third step up to four; then, and from the start to
-# one that is given or where single steps change the curvature, every tenth step up to ten, and further only where the
-# curvature changes little.
-STEPS_PER_INTERVAL = 3, 10
-EARLY_INTERVAL, USUAL_INTERVAL = 4, 10
+# Intervals grow by one step every fourth step up to four, then every tenth step up to ten, and from the start so where
+# single steps change the curvature; further only where the curvature changes little.
+EARLY_INTERVAL, USUAL_INTERVAL, LONGEST_INTERVAL = 4, 10, 50
 FAST = 0.5  # change of the running averages by one step, of their size, after which intervals grow slowly
-LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
-SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
+LONGER = 1.5  # most that an interval grows, or shrinks, from one renewal to the next
 MOST_AWAITED = 300  # steps
-AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
-LARGE_COST = 2e7  # operations, above which inverting costs as much as a step of a small model: a block may wait ...
-MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a deep autoencoder takes twice the steps
+LARGE_COST = 2e7  # operations, above which inverting costs as much as a step of a small model: a side that rests stays
 
 
 @dataclass
@@ -51,11 +46,10 @@ class Schedule:
         return step >= self.renewed + max(self._every(step, self.factor_every) + self.shift, 1)
 
     def _every(self, step: int, given: int | None) -> int:
-        early, usual = (1 + step // steps for steps in STEPS_PER_INTERVAL)
+        early, usual = (min(1 + step // most, most) for most in (EARLY_INTERVAL, USUAL_INTERVAL))
         if given is not None:
-            return min(given, usual)
-        early = 1 if self.changes_fast else min(early, EARLY_INTERVAL)
-        return max(early, min(usual, USUAL_INTERVAL), round(self.interval))
+            return min(given, 1 + step // USUAL_INTERVAL)
+        return max(1 if self.changes_fast else early, usual, round(self.interval))
 
     def note_renewal(self, step: int, drifts: Mapping[str, Sequence[float]]) -> None:
         """Note a renewal, and how far the sides of each block have moved by it."""
@@ -66,7 +60,7 @@ class Schedule:
             self.drifts[name] = [x + drift for x, drift in zip(before, moves, strict=True)]
         if drifts:
             drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
-            self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
+            self.interval = min(used * max(DRIFT / drift, 1 / LONGER), LONGEST_INTERVAL)
             self.changes_fast |= last is not None and drift > FAST * max(step - last, 1)
 
     def note_seen(self, step: int, known: Collection[str], is_whole: bool) -> None:
@@ -87,20 +81,14 @@ class Schedule:
         new = [name for name in names if name not in self.unknown]
         self.awaited = dict.fromkeys(new, step + MOST_AWAITED) | self.awaited
 
-    def note_energies(self, measured: float, predicted: float) -> None:
-        """Note what the last step did beside what the curvature said: where they differ, it is not to be relied on."""
-        if not predicted / AGREEMENT < measured < predicted * AGREEMENT:
-            self.interval, self.drifts = 1.0, {name: [math.inf] for name in self.inverted}
-
     def inverts(self, step: int, name: str, costs: Sequence[float]) -> list[bool]:
-        """Which sides of a block to invert; a dear block waits for more, and a dear side that rests stays."""
+        """Which sides of a block to invert, once one has changed; a dear one that rests stays."""
         if name not in self.inverted:
             return [True] * len(costs)
         if self.decompose_every is not None:
             return [step >= self.inverted[name] + self._every(step, self.decompose_every)] * len(costs)
-        patience = min(max(sum(costs) / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE)
         drifts = self._drifts_of(name, len(costs))
-        is_due = max(drifts) >= DRIFT * patience
+        is_due = max(drifts) >= DRIFT
         return [is_due and (cost <= LARGE_COST or drift >= DRIFT) for cost, drift in zip(costs, drifts, strict=True)]
 
     def note_inversion(self, step: int, name: str, sides: Sequence[bool]) -> None:

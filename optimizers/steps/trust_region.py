@@ -262,7 +262,6 @@ class TrustRegionStep(StepRule):
         predicted = sum([self.energies.get(name, 0.0) for name in names])
         if state is None or not (predicted and measured):
             return
-        context.preconditioner.schedule.note_energies(measured, predicted * state.underestimate)
         self.state = with_energies(state, measured, predicted, self.constants)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
