@@ -307,8 +307,8 @@ def held_out_line() -> str:
         f"On data **held out**, under a cosine and with nothing set, its loss is below that of the best of four tuned "
         f"rivals on {len(ahead)} of {len(losses)} problems, level with it (within 5 %) on {len(level)}, and above it "
         f"on {len(behind)}, most on {', '.join(f'{name} ({losses[name]:.2f} times)' for name in behind[:-4:-1])}. "
-        f"It is {below[:-1]}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on {near} "
-        "of them by less than 5 %."
+        f"It is {below[:-1]}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on "
+        f"{near} of them by less than 5 %."
     )
 
 
