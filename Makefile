@@ -140,8 +140,10 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
 	SITE=site $(BIN)/python -m pytest -q tests/repository/test_site.py
 
-# sdist and wheel, and the wheel in an empty environment, as users install it: with the newest torch. VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and
-# torch there (none: the newest), with the fast tests.
+# sdist and wheel, and the wheel in an empty environment, as users install it: without constraints.txt, with the newest
+# torch. Its default build brings gigabytes of CUDA, so a machine that cannot install that may pin torch, and only torch:
+#     echo "torch==2.13.0+cpu" > /tmp/torch.txt && PIP_CONSTRAINT=/tmp/torch.txt make package
+# VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and torch there (none: the newest), with the fast tests.
 package: .venv/test.stamp
 	$(BIN)/python tests/support/versions.py $(VERSIONS)
 

@@ -6,7 +6,9 @@ import math
 from numbers import Integral
 from typing import Any
 
-__all__ = ["check_whole"]
+from torch import nn
+
+__all__ = ["check_module", "check_whole", "kind_of"]
 
 
 def check_whole(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
@@ -15,3 +17,14 @@ def check_whole(name: str, value: Any, low: float = -math.inf, high: float = mat
         raise TypeError(f"{name}: expected a whole number, found {value!r:.80}")
     if not low <= int(value) <= high:
         raise ValueError(f"{name}: expected a whole number from {low} to {high}, found {value}")
+
+
+def check_module(model: Any, hint: str = "") -> None:
+    """Refuse what is no module, such as its class."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {kind_of(model)}{hint}")
+
+
+def kind_of(value: Any) -> str:
+    """The name of its type, and of a class its own."""
+    return f"the class {value.__name__}, no instance of it" if isinstance(value, type) else type(value).__name__

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from curvature.arguments import check_whole
+from curvature.arguments import check_whole, kind_of
 from curvature.linalg import by_device
 from curvature.losses import Injection, empirical
 from curvature.preconditioners import CurvatureStore
@@ -418,8 +418,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, Distributed]:
     """Check all arguments; the user's own module, and the processes that train it."""
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}, no instance of it" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: pass the model itself, not its parameters (found {kind})")
+        raise TypeError(f"model: pass the model itself, not its parameters (found {kind_of(model)})")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "

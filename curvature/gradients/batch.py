@@ -287,7 +287,8 @@ def require_classes_first(loss: Loss, output: Any, y: Any) -> None:
         raise ValueError(
             f"loss: the output {tuple(output.shape)} has its classes on the last axis, and {type(loss).__name__} takes "
             f"them from axis 1 beside labels {tuple(y.shape)}; pass "
-            "lambda output, y: torch.nn.functional.cross_entropy(output.movedim(-1, 1), y)"
+            "lambda output, y: torch.nn.functional.cross_entropy(output.movedim(-1, 1), y) or, for sampled(), which "
+            "takes torch's own losses only, a module that returns model(x).movedim(-1, 1)"
         )
 
 

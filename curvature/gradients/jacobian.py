@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from curvature.arguments import check_module
 from curvature.functional import ExactNorms
 from curvature.gradients.jacobian_products import ROWS_ELEMENTS, rows_of_each
 from curvature.gradients.parameter_terms import Terms, terms_by_parameter, zeros
@@ -60,8 +61,7 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         TypeError: `model` is no module, or the residual no tensor.
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    check_module(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(NO_PARAMETERS)
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):

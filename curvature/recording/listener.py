@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from curvature.arguments import check_module
 from curvature.recording.model_call import force_eager, trained_parameters, unwrap_compiled
 from curvature.recording.tape import RecordingMode, Tape, tensors_in
 
@@ -201,8 +202,7 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
         TypeError: `model` is not a module.
         ValueError: no parameter is called by one of the names.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    check_module(model)
     chosen = None if parameters is None else trained_parameters(model, parameters)
     tape = Tape(unwrap_compiled(model), chosen)
     listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
+from curvature.arguments import check_module
 from curvature.functional import ContiguousNorms
 
 TURNS = RLock()
@@ -50,8 +51,7 @@ def unwrap_compiled(model: Any) -> Any:
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient; with `chosen` those of these names, or in the modules of these names."""
     model = unwrap_compiled(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}{ORDER}")
+    check_module(model, ORDER)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         empty = next(model.parameters(), None) is None

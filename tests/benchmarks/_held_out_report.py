@@ -199,7 +199,9 @@ def summary(results: Mapping[str, HeldOutResult]) -> str:
         if both:
             best = lambda one, name: middle([loss_of(lowest(record)) for record in one.of(name)])
             ahead = sum(best(one, ours) < best(one, "adamw") for one in both)
-            lines.append(f"{LABELS[ours]}, tables with early stopping: ahead of AdamW on {ahead} of {len(both)}.")
+            lines.append(
+                f"{LABELS[ours]}, tables with early stopping: held-out loss below AdamW's on {ahead} of {len(both)}."
+            )
     return "".join(f"- {line}\n" for line in lines)
 
 

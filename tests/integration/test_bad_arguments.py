@@ -288,7 +288,8 @@ def test_matrices(name: str):
     """Of models, losses, data and injections that are none."""
     model, loss, function = network(), nn.CrossEntropyLoss(), getattr(curvature, name)
     for wrong in (model.parameters(), None, nn.Linear):
-        with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, found"):
+        kind = "the class Linear, no instance of it" if wrong is nn.Linear else type(wrong).__name__
+        with pytest.raises(TypeError, match=f"model: expected a torch.nn.Module, found {kind}"):
             function(wrong, loss, (X, Y))
     if name not in LAZY:
         for wrong in ("mse", 3):
@@ -298,6 +299,26 @@ def test_matrices(name: str):
             with pytest.raises(TypeError, match="data: expected a pair"):
                 function(model, loss, wrong)
     assert_untouched(model)
+
+
+def squares_of_own(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (output - y).square().mean()
+
+
+@pytest.mark.parametrize("name", ["kfac", "fisher_diagonal", "KFAC"])
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), squares_of_own], ids=["HuberLoss", "squares_of_own"])
+def test_sampled_of_a_loss_without_a_likelihood(name: str, loss: Any, request: pytest.FixtureRequest):
+    """Names the loss, those that have one, and the injections that do without."""
+    model, target = network(), torch.ones(6, 3)
+    with pytest.raises(ValueError, match=r"loss: sampled\(\) draws labels") as refused:
+        if name == "KFAC":
+            backward(model, KFAC(model, loss=loss, inject=curvature.sampled()), loss, X, target)
+        else:
+            getattr(curvature, name)(model, loss, (X, target), inject=curvature.sampled())
+    known = "CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss, BCELoss, MSELoss, PoissonNLLLoss, GaussianNLLLoss"
+    others = "isotropic(), which needs no loss, or, in a function that takes the targets, exact() or propagated()"
+    named = request.node.callspec.id.split("-")[0]
+    assert all(part in str(refused.value) for part in (f"and {named} has none", known, others)), refused.value
 
 
 @pytest.mark.parametrize("wrong", [[nn.Linear(2, 2)], None, nn.Linear, "model"], ids=str)

@@ -363,11 +363,24 @@ def test_classes_on_the_last_axis_are_refused_with_the_loss_to_pass(call: str, l
         OF_CLASSES[call](model, loss, x, y)
 
 
-def test_the_loss_that_the_message_names_gives_the_rows_of_a_loop() -> None:
+class ClassesFirst(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).movedim(-1, 1)
+
+
+def test_the_loss_and_the_module_that_the_message_names_give_the_rows_of_a_loop() -> None:
     model, x, y = words()
     loss = lambda output, y: F.cross_entropy(output.movedim(-1, 1), y, reduction="sum")
     expected = brute_force.per_sample_gradients(model, loss, x, y)
     torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
+    first, total = ClassesFirst(model), nn.CrossEntropyLoss(reduction="sum")
+    rows = curvature.per_sample_gradients(first, total, x, y)
+    torch.testing.assert_close({name.removeprefix("model."): row for name, row in rows.items()}, expected)
+    assert curvature.kfac(first, total, (x, y), inject=curvature.sampled()).trace() > 0
 
 
 def test_classes_on_axis_one_are_taken_as_they_were() -> None:
