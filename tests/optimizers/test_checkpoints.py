@@ -19,7 +19,7 @@ from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import placed, seeded
 from support.combinations import in_turn
 from support.habits import flat as weights
-from support.training import closure_of
+from support.training import assert_same, closure_of, task, train_by_closure
 
 with seeded(0):
     X, Y = torch.randn(16, 4), torch.randint(3, (16,))
@@ -109,6 +109,28 @@ def test_resumed_runs_are_the_uninterrupted_ones(name: str):
         assert resumed.steps == step
         train(name, again, resumed, whole - step)
         assert torch.equal(weights(again), weights(model)), step
+
+
+OPTIONS = [{}, {"damping": 0.1, "weight_decay": 0.01}, {"inject": curvature.empirical()}, {"adaptive": True}]
+
+
+@in_turn(options=OPTIONS, optimizer=[KFAC, EKFAC])
+def test_convolutions_resume_bitwise(options: dict[str, Any], optimizer: type[KFAC], device: str):
+    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
+    model, loss, x, y = task("cnn", device)
+    opt = optimizer(model, **options)
+    train_by_closure(model, opt, loss, x, y, 13)
+    saved = {"model": model.state_dict(), "opt": opt.state_dict()}
+    states = [read(saved, map_location=place) for place in {"cpu", device}]
+    train_by_closure(model, opt, loss, x, y, 8)
+    for state in states:
+        again, *_ = task("cnn", device)
+        resumed = optimizer(again, **options)
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["opt"])
+        train_by_closure(again, resumed, loss, x, y, 8)
+        assert resumed.steps == 21
+        assert_same(model.state_dict(), again.state_dict())
 
 
 @pytest.mark.parametrize("name", ["KFAC", "KFAC empirical", "EKFAC", "KFAC adaptive", "cg", "KFAC residuals"])

@@ -192,7 +192,7 @@ LOW_RANK = {
     f"rank {rank}": lambda source, rank=rank: of_values(source, [3.0, -2.0, 1.0, 0.5][:rank] + [0.0] * (40 - rank))
     for rank in (0, 1, 4)
 }
-LOW_RANK |= {"whole numbers": whole_numbers, "fewer rows than products": lambda source: indefinite(source, 6)}
+LOW_RANK |= {"whole numbers": whole_numbers, "fewer rows than products": lambda source: indefinite(source, 3)}
 LOW_RANK["a single row"] = lambda source: of_values(source, [2.5])
 
 

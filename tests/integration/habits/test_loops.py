@@ -167,6 +167,16 @@ def test_evaluation_between_steps_changes_nothing(make: Make, device: str) -> No
     assert_same(model, reference(make, 12, **EXACT))
 
 
+@every_optimizer
+def test_evaluation_without_gradients_changes_nothing(make: Make) -> None:
+    model, opt = started(make)
+    for _ in range(3):
+        with torch.no_grad():
+            model.eval()(100 * X)
+        train(model.train(), opt, 1)
+    assert_same(model, reference(make))
+
+
 @without_closure
 def test_several_forwards_and_one_backward_are_the_big_batch(make: Make) -> None:
     model, other = net().double(), net().double()
