@@ -96,22 +96,23 @@ def train(call: Callable[[Tensor], Any], opt: Any, steps: range, evaluate: bool 
 
 
 CELLS = [
-    *((KFAC, how) for how in (*WAYS, *BLOCKWISE)),
-    *((o, how) for o in (EKFAC, NaturalGradient) for how in WAYS[:2]),
+    *((KFAC, how, False) for how in (*WAYS, *BLOCKWISE)),
+    *((o, how, False) for o in (EKFAC, NaturalGradient) for how in WAYS[:2]),
+    *((NaturalGradient, how, False) for how in (warmed_up, BLOCKWISE[0])),
+    *((KFAC, how, True) for how in (given, before, in_place)),
 ]
-CELLS += [(NaturalGradient, warmed_up), (NaturalGradient, BLOCKWISE[0])]
 
 
-@pytest.mark.parametrize("optimizer, how", CELLS, ids=lambda part: part.__name__)
-def test_same_numbers_as_uncompiled(optimizer: Any, how: How, steps: int = 12):
-    """In one graph; compiled once, or not at all where every step captures."""
-    plain, model, backend = net(), net(), CompileCounter()
-    train(plain, optimizer(plain), range(steps))
+@pytest.mark.parametrize("optimizer, how, evaluate", CELLS, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_same_numbers_as_uncompiled(optimizer: Any, how: How, evaluate: bool):
+    """In one graph; compiled once, or not at all where every step captures; once more to evaluate without gradients."""
+    plain, model, backend, steps = net(), net(), CompileCounter(), range(16 if evaluate else 12)
+    train(plain, optimizer(plain), steps)
     call, opt = how(model, optimizer, {"backend": backend, "fullgraph": True})
-    train(call, opt, range(steps))
+    train(call, opt, steps, evaluate)
     assert_close(values(model), values(plain))
-    warm = how is warmed_up
-    assert backend.frame_count == (warm if optimizer is NaturalGradient else 1), backend.frame_count
+    expected = how is warmed_up if optimizer is NaturalGradient else 1 + evaluate
+    assert backend.frame_count == expected, backend.frame_count
 
 
 @pytest.mark.parametrize("how", [given, before, in_place, in_a_function], ids=lambda how: how.__name__)
@@ -124,17 +125,6 @@ def test_graph_breaks_of_the_model_itself(how: How):
     train(call, opt, range(14, 16))
     assert_close(values(model), values(plain))
     assert 1 < backend.frame_count == count
-
-
-@pytest.mark.parametrize("how", [given, before, in_place], ids=lambda how: how.__name__)
-def test_evaluation_between_steps(how: How):
-    """A second compilation, as without the optimizer: gradients are off."""
-    plain, model, backend = net(), net(), CompileCounter()
-    train(plain, KFAC(plain), range(16))
-    call, opt = how(model, KFAC, {"backend": backend, "fullgraph": True})
-    train(call, opt, range(16), evaluate=True)
-    assert_close(values(model), values(plain))
-    assert backend.frame_count == 2
 
 
 def test_the_default_backend():

@@ -181,10 +181,6 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]):
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["full", "kron", "diag"]
 
 
-def test_every_backend_is_one_of_theirs():
-    assert all(issubclass(own, CurvatureInterface) for own in (CurvatureEF, CurvatureGGN, CurvatureHessian))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @likelihoods
 def test_results_are_in_the_precision_of_the_model(likelihood: str, dtype: torch.dtype):

@@ -128,13 +128,6 @@ def test_a_loss_of_a_tuple_is_asked_once_for_each_shape() -> None:
     assert loss.call_count == 2  # of all samples by vmap, and of one alone
 
 
-def test_samples_that_meet_in_a_model_with_outputs_by_name_are_refused() -> None:
-    model = Raw(lambda m, x: {"y": m.f(x - x.mean(0))}, f=nn.Linear(4, 3))
-    loss = lambda o, y: F.cross_entropy(o["y"], y)
-    with pytest.raises(ValueError, match="changes with the other samples"):
-        curvature.per_sample_gradients(model, loss, torch.randn(5, 4), torch.randint(3, (5,)))
-
-
 class Flips(Dataset):
     """Each entry of a sample comes from one end or the other, by chance: sums stay as they are."""
 

@@ -17,7 +17,7 @@ from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
 from optimizers import EKFAC, KFAC
 from support.cases.case import Raw, seeded, token_loss
 from support.cases.shared import Doubled
-from support.combinations import in_pairs, in_turn
+from support.combinations import in_turn
 from support.training import (
     ORDERS,
     TASKS,
@@ -40,22 +40,6 @@ def test_lowers_the_loss(name: str, optimizer: type[KFAC], device):
     assert all(map(math.isfinite, values)) and sum(values[-3:]) / 3 < 0.8 * values[0], values
     moved = {k: not torch.equal(p, before[k]) for k, p in model.named_parameters() if p.grad is not None}
     assert all(moved.values()), moved
-
-
-EVERY = [curvature.empirical(), curvature.sampled(2), curvature.exact(), curvature.propagated(), curvature.isotropic(3)]
-OF_NAMES = [(KFAC, "mlp"), (KFAC, "cnn"), (KFAC, "regression"), (EKFAC, "cnn")]
-
-
-@pytest.mark.training_run
-@in_pairs(of=OF_NAMES, inject=EVERY, sharing=["expand", "reduce"])
-def test_injections(of: tuple[type[KFAC], str], inject: curvature.Injection, sharing: str):
-    optimizer, name = of
-    model, loss, x, y = task(name)
-    module = nn.MSELoss() if name == "regression" else nn.CrossEntropyLoss()
-    opt = optimizer(model, loss=module, inject=inject, sharing=sharing)
-    values = train(model, opt, loss, x, y, 12)
-    assert all(map(math.isfinite, values)) and values[-1] < values[0]
-    assert ("kronecker" if optimizer is KFAC else "eigen") in opt.report()
 
 
 def test_report_says_what_it_cannot_look_into():

@@ -99,6 +99,3 @@ def test_one_group_of_all_and_wrong_groups(maker: str) -> None:
         MAKERS[maker](model, groups=[model.bias])
     with pytest.raises(ValueError, match="weight_decay: expected"):
         MAKERS[maker](model, groups=[{"params": [model.bias], "weight_decay": -1.0}])
-
-
-# -- the default of KFAC and EKFAC: a share of how far the layer moves

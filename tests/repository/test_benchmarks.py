@@ -77,10 +77,8 @@ def test_networks_have_the_sizes_of_the_papers(gpu: ModuleType) -> None:
     """In millions of parameters, positions of the GPTs aside."""
     made = {name: gpu.on(network, "meta").model for name, network in gpu.FULL.items()}
     counts = {name: sum(p.numel() for p in model.parameters()) / 1e6 for name, model in made.items()}
-    papers = {"resnet": 11.2, "vit": 21.4, "gpt": 123.8, "gpt2": 124.4, "nanogpt": 124.4} | {
-        "resnet50": 25.6,
-        "resnet18": 11.2,
-    }
+    papers = {"resnet": 11.2, "vit": 21.4, "gpt": 123.8, "gpt2": 124.4, "nanogpt": 124.4}
+    papers |= {"resnet50": 25.6, "resnet18": 11.2}
     assert counts == pytest.approx(papers, abs=0.1)
 
 

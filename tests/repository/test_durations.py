@@ -36,11 +36,7 @@ def test_a_run_writes_them(tmp_path: Path) -> None:
     """Beside what other runs have written; with two processes, too."""
     path = tmp_path / "tests.json"
     path.write_text('{"sim": 1}')
-    environment = os.environ | {
-        "DURATIONS": str(path),
-        "PYTHONPATH": "tests",
-        "DEVICE": "cpu",
-    }
+    environment = os.environ | {"DURATIONS": str(path), "PYTHONPATH": "tests", "DEVICE": "cpu"}
     case = "tests/repository/test_durations.py::test_sums"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", case]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)

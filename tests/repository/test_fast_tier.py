@@ -26,19 +26,8 @@ is_optimizer = lambda thing: inspect.isclass(thing) and issubclass(thing, torch.
 
 @pytest.fixture(scope="module")
 def collected() -> str:
-    files = [ROOT / "tests" / file for file in FILES]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "fast",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *map(str, files),
-    ]
+    options = ["-m", "pytest", "-m", "fast", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *options, *(str(ROOT / "tests" / file) for file in FILES)]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 

@@ -21,8 +21,6 @@ from support.faults import FAULTS, TRUE, Fault, raising
 
 pytestmark = pytest.mark.fast
 
-YES, NO = torch.tensor(True), torch.tensor(False)
-
 
 def spd(size: int = 5, count: int = 2) -> Tensor:
     rows = torch.randn(count, size, 2 * size, generator=torch.Generator().manual_seed(0))

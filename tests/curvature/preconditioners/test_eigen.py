@@ -275,7 +275,3 @@ def test_samples_before_the_basis_do_not_count_in_it(name: str):
     factors.update_average(total, DECAY)
     block = block_of(factors, model)
     close(block.values, exact(block, model, z))
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -75,31 +75,6 @@ def test_clipped_norms_are_those_of_the_step(make: Make) -> None:
     assert not torch.equal(flat(model), flat(reference(make, 4)))
 
 
-@without_closure
-def test_clipped_values_are_those_of_the_step(make: Make) -> None:
-    model, other = net(), net()
-    opt, same = make(model), make(other)
-    backward(model, opt), backward(other, same)
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    for p in other.parameters():
-        assert p.grad is not None
-        p.grad = p.grad.clamp(-1e-3, 1e-3)
-    opt.step(), same.step()
-    assert_same(model, other)
-    assert not torch.allclose(flat(model), flat(reference(make, 1)), rtol=1e-3)
-
-
-@every_optimizer
-def test_a_warm_up_may_begin_at_zero(make: Make) -> None:
-    model = net()
-    opt, before = make(model, lr=0.0), copied(model)
-    train(model, opt, 2)
-    assert not moved(model, before)
-    opt.param_groups[0]["lr"] = 1.0
-    train(model, opt, 1)
-    assert moved(model, before) == set(before)
-
-
 def gradients_set_to_zeros(model: nn.Module, opt: Any) -> None:
     opt.zero_grad(set_to_none=False)
     assert opt.steps == 0 or all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -319,18 +294,6 @@ def test_batches_of_all_sizes_count(make: Make) -> None:
         assert moved(model, before) == set(before)
         before = copied(model)
     assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.store.blocks} == {5}
-
-
-@without_closure
-def test_the_first_gradient_that_is_not_zero_makes_a_step(make: Make) -> None:
-    model = net()
-    opt, before = make(model), copied(model)
-    for weight in (0.0, 0.0, 1.0):
-        assert not moved(model, before)
-        opt.zero_grad()
-        (weight * F.cross_entropy(model(X), Y)).backward()
-        opt.step()
-    assert moved(model, before) == set(before)
 
 
 @contextlib.contextmanager

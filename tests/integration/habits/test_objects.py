@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import curvature
 from support.habits import (
-    EXACT,
     MAKERS,
     QUIET,
     Make,
@@ -369,15 +368,3 @@ def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
     train(frozen, same)
     assert_same(model, frozen)
     assert "requires_grad is False" in same.report()
-
-
-@without_closure
-def test_weights_may_be_loaded_between_steps(make: Make) -> None:
-    model, opt = started(make, **EXACT)
-    start = copy.deepcopy(model.state_dict())
-    train(model, opt, 2)
-    model.load_state_dict(start)
-    before = copied(model)
-    train(model, opt, 1)
-    assert moved(model, before) == set(before)
-    assert all(torch.allclose(before[name], start[name]) for name in before)

@@ -26,7 +26,7 @@ from support.training import natural_matrix
 
 pytestmark = pytest.mark.fast
 
-N, T, C = 6, 5, 3
+N, C = 6, 3
 OPTIMIZERS = {
     "KFAC": KFAC,
     "EKFAC": EKFAC,
@@ -232,14 +232,6 @@ def test_several_outputs(kind: str, name: str, logged: pytest.LogCaptureFixture)
     assert not logged.records
     own = own_losses(SEVERAL[name])
     torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], heads, lambda o, y: own(Pair(*o), y)))
-
-
-RETURNED: dict[str, Callable[[Any, Tensor], tuple[Tensor, ...]]] = {
-    "apart": lambda m, x: (m.one(h := m.body(x).tanh()), m.other(h)),
-    "one of another": lambda m, x: (h := m.body(x).tanh(), m.one(h)),
-    "a chain": lambda m, x: (m.one(h := (z := m.body(x)).tanh()), h, z),
-    "the same": lambda m, x: (z := m.one(m.body(x).tanh()), z),
-}
 
 
 class Pair(tuple):

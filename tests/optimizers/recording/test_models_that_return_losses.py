@@ -90,7 +90,6 @@ def test_same_steps_as_with_outputs(form: str, optimizer: Any):
     assert train(optimizer(model), loss) == trained(optimizer, entropy)
 
 
-squares = lambda output, y: F.mse_loss(output, F.one_hot(y, 3).to(output))
 EVERY = [curvature.exact(), curvature.sampled(), curvature.propagated(), curvature.isotropic(2), curvature.empirical()]
 
 
@@ -150,11 +149,10 @@ def test_several_loss_functions_and_what_is_no_output():
         return F.cross_entropy(z, y) + F.mse_loss(m.inner[0](x), x[:, :1].expand(-1, 6)) + F.l1_loss(m.scale, x[0, :2])
 
     model = Raw(run, inner=network(), scale=(2,)).double()
-    seen: list[model_outputs.ModelOutputs] = []
     with curvature.capture(model) as tape:
         out = model(*batch(0))
-    seen.append(model_outputs.find_outputs(tape, out))
-    assert [tuple(x.shape) for x in seen[0].tensors] == [(12, 3), (12, 6)] and seen[0].count == 12
+    outputs = model_outputs.find_outputs(tape, out)
+    assert [tuple(x.shape) for x in outputs.tensors] == [(12, 3), (12, 6)] and outputs.count == 12
     values = train(KFAC(model), model, 12)
     assert values[-1] < values[0]
 

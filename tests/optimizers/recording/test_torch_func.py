@@ -73,7 +73,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: str) -> Tensor:
-    """Where three steps lead, with such a use before the forward pass, after it, or after the backward pass."""
+    """Where three steps lead, with such a use before the forward pass or after it."""
     model, (x, y) = network(), batch()
     opt = make(model)
     for _ in range(3):
@@ -84,8 +84,6 @@ def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: 
         if when == "within":
             use(model, x)
         loss.backward()
-        if when == "after":
-            use(model, x[:3])
         opt.step()
     return flat(model)
 
@@ -96,37 +94,6 @@ def test_a_pass_within_a_transform_leaves_training_as_it_is(name: str, use: str)
     plain = trained(OPTIMIZERS[name], USES[use], "never")
     for when in ("before", "within"):
         torch.testing.assert_close(trained(OPTIMIZERS[name], USES[use], when), plain, rtol=0, atol=0)
-
-
-cubes = lambda model: lambda x: model(x).pow(3).sum()
-
-
-def saliency(model: nn.Module, x: Tensor) -> Any:
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(model(x).amax(1).sum(), x)
-
-
-def attack(model: nn.Module, x: Tensor) -> Any:
-    x = x.clone().requires_grad_()
-    model(x).square().sum().backward(inputs=[x])
-
-
-FIRST: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "jacobian": lambda model, x: functional.jacobian(model, x),
-    "vjp": lambda model, x: functional.vjp(model, x, torch.ones(len(x), 3).double()),
-    "saliency": saliency,
-    "attack": attack,
-}
-
-
-SECOND: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "jvp": lambda model, x: functional.jvp(model, x, x),
-    "hessian": lambda model, x: functional.hessian(cubes(model), x[:1]),
-    "hvp": lambda model, x: functional.hvp(cubes(model), x, x),
-    "vhp": lambda model, x: functional.vhp(cubes(model), x, x),
-}
-
-# Of the second ones not with `exact`: a gradient with a graph may be what the loss is made of.
 
 
 # These passes may be training passes until many vectors arrive at once; sampled vectors have been drawn by then

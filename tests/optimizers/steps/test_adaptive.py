@@ -164,13 +164,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 ONE, OTHER = list(OPTIMIZERS)[::2], list(OPTIMIZERS)[1::2]  # take turns: each has KFAC and NaturalGradient
 
 
-def readme_example(
-    dtype: torch.dtype = torch.float32, n: int = 64, width: int = 24
-) -> tuple[nn.Module, Tensor, Tensor]:
+def readme_example(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor, Tensor]:
     images, labels = digits()
     with seeded(0):
-        model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    return model.to(dtype), images[:n].flatten(1).to(dtype), labels[:n]
+        model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 10))
+    return model.to(dtype), images[:64].flatten(1).to(dtype), labels[:64]
 
 
 @pytest.mark.training_run
@@ -264,6 +262,3 @@ def test_residuals_that_do_not_depend_on_the_model_at_first():
     opt.step(lambda: 0 * closure() + 1)
     values = [opt.step(closure).item() for _ in range(5)]
     assert values[-1] < 0.1 * values[0] and opt.residual_rule.damping > 0
-
-
-# -- tasks with buffers and chance

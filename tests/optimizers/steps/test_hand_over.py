@@ -28,9 +28,9 @@ def batches(size: int, count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tens
         yield x[chosen].flatten(1), y[chosen]
 
 
-def perceptron(width: int = 32, dtype: torch.dtype = torch.float32) -> nn.Module:
+def perceptron() -> nn.Module:
     with seeded(0):
-        return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
+        return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
 def train(opt: Any, model: nn.Module, size: int, count: int, seed: int = 0) -> None:

@@ -139,22 +139,6 @@ def usual(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[floa
     return train(model, opt, F.cross_entropy, X, Y, steps)
 
 
-@pytest.mark.parametrize("optimizer, bad", [(KFAC, math.nan), (EKFAC, math.inf)])
-def test_many_bad_batches_in_a_row_are_as_two(optimizer: type[KFAC], bad: float) -> None:
-    """The second undoes the last step; at each of the others the step size shrank, to zero in the end."""
-    ends = []
-    for count in (2, 60):
-        model = network()
-        opt = optimizer(model)
-        usual(model, opt, 12)
-        train(model, opt, lambda output, y: F.cross_entropy(output, y) * bad, X, Y, count)
-        assert opt.skipped == count
-        usual(model, opt, 12)
-        ends.append([opt.stats()["overshoots"], opt.history[-1]["step_size"], *model.parameters()])
-    assert ends[0][:2] == ends[1][:2]
-    assert all(map(torch.equal, ends[0][2:], ends[1][2:]))
-
-
 def silence(output: Tensor, y: Tensor) -> Tensor:
     return output.sum() * 0
 

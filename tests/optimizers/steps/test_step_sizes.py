@@ -149,13 +149,6 @@ def test_the_least_movement_shrinks_over_time_or_less_than_gradients() -> None:
     assert least_size(state(norm=0.125, unmoved=7 * C.early), moves, int(7 * C.early), C) == pytest.approx(C.least / 16)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_the_largest_change_is_in_the_units_of_the_outputs(scale: float) -> None:
-    known = state(size=1e9)
-    one, other = bounded(known, 0.5, 1.0, 0.3, C)[1], bounded(known, 0.5, scale, 0.3 * scale, C)[1]
-    assert other == pytest.approx(scale * one)
-
-
 def test_shares_of_norms_come_nearer_to_their_geometric_mean() -> None:
     """Four and a quarter become two and a half; what does not move says nothing."""
     scales, moves = evened([4.0, 0.25, 0.0, math.inf, math.nan], 0.5)

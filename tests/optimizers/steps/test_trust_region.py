@@ -18,7 +18,7 @@ from curvature.preconditioners import SquaredChange
 from optimizers import EKFAC, KFAC
 from optimizers.recording.model_outputs import OutputScale
 from optimizers.schedule import Schedule
-from optimizers.steps.directions import HORIZON, Direction, horizon
+from optimizers.steps.directions import HORIZON, Direction
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from optimizers.steps.rule import StepContext
 from optimizers.steps.trust_region import (
@@ -35,9 +35,6 @@ from support.training import backward, task
 pytestmark = pytest.mark.fast
 
 C = TrustRegionConstants()
-LATER = 1000  # steps
-
-
 Tensors = Mapping[str, Tensor]
 
 
@@ -149,16 +146,6 @@ class Stepped:
     def known(self) -> TrustState:
         assert self.rule.state is not None
         return self.rule.state
-
-
-def test_the_step_size_follows_the_slopes() -> None:
-    """Along gradients that point one way or back, with the identity as preconditioner."""
-    for second, growth in ((1.0, C.growth / horizon(1)), (-1.0, -C.growth / horizon(1))):
-        run = Stepped({"p": torch.full((100,), 100.0).double()}, Given(), 100.0, 100.0)
-        run.step(p=torch.ones(100).double())
-        before = run.known.size
-        run.rule.state = run.known._replace(longest=1e9)  # so that no least movement raises it
-        assert run.step(p=torch.full((100,), second).double())["step_size"] == pytest.approx(before * math.exp(growth))
 
 
 def test_gradients_of_zero_change_nothing() -> None:
@@ -279,16 +266,6 @@ def test_a_step_is_undone_once_where_a_layer_has_no_gradient_any_more() -> None:
     run.close(a=[3.0, 4.0], b=[0.88, 0.0])
     run.step(**BAD)
     run.close(a=[3.0, 4.0], b=[0.88, 0.0])
-
-
-def test_states_of_a_checkpoint_go_on() -> None:
-    run, other = two_layers(), two_layers()
-    for _ in range(2):
-        run.step(**GOOD)
-    other.go_on(run)
-    assert other.known == run.known
-    assert run.step(**GOOD)["step_size"] == other.step(**GOOD)["step_size"]
-    assert all(torch.equal(run.model[name], other.model[name]) for name in "ab")
 
 
 def test_a_long_gradient_enters_the_mean_clipped() -> None:

@@ -1,13 +1,12 @@
 """Influence scores against dense inverses and loops over samples, and against training without a sample."""
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import curvature
 import curvature.uses.attribution
@@ -254,30 +253,6 @@ def test_what_is_refused() -> None:
     batchnorm = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3)).double()
     with pytest.raises(ValueError, match="BatchNorm"):
         curvature.influence(batchnorm, LOSS, train, query)
-
-
-class Shuffled(Sampler[int]):
-    """Draws from what it is given, or from the global random numbers of Python."""
-
-    def __init__(self, source: torch.Generator | None) -> None:
-        self.source = source
-
-    def __iter__(self) -> Iterator[int]:
-        if self.source is None:
-            return iter(random.sample(range(7), 7))
-        return iter(torch.randperm(7, generator=self.source).tolist())
-
-    def __len__(self) -> int:
-        return 7
-
-
-ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "shuffle": lambda: {"shuffle": True, "batch_size": 3},
-    "batches of a random sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(7)), 3, False)},
-    "a generator of its own": lambda: {"sampler": Shuffled(torch.Generator()), "batch_size": 3},
-    "within a batch sampler": lambda: {"batch_sampler": BatchSampler(Shuffled(None), 3, False)},
-    "random numbers of Python": lambda: {"sampler": Shuffled(None), "batch_size": 3},
-}
 
 
 @pytest.mark.parametrize("batches", [[[0, 1, 2], [3, 4, 5, 6]], BatchSampler(SequentialSampler(range(7)), 3, False)])
