@@ -378,8 +378,11 @@ def adapted(
     if is_unstable:
         growth = c.growth / HORIZON * max(ratio, -1.0)
     else:
-        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size
-        growth = max(c.growth / remembered * slope_ratio(ends, starts), -1 / (1 + steps))
+        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size. There is none
+        # where gradients have become short and steps usually lead more than twice as far as the minimum along them
+        usual = slope_ratio(ends, starts)
+        limit = -math.inf if usual < -1 and state.norm < c.turn * state.longest else -1 / (1 + steps)
+        growth = max(c.growth / remembered * usual, limit)
     growth *= c.falling if lr < state.lr else min(lr, 1.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
@@ -416,10 +419,11 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
 def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
     """The step size of the least movement: of the geometric mean over layers, given their movements for size one.
 
-    Noise has to be annealed where gradients stay as long as they are. Where they shrink, so does their noise.
+    Noise has to be annealed where gradients stay as long as they are. Where they shrink, so does their noise; where
+    next to nothing is left of them steps converge, and the movement must not shrink slower than they do.
     """
-    annealed = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early))
-    movement = c.least * min(1 / annealed, (state.norm / state.longest) ** c.quiet)
+    annealed, left = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early)), state.norm / state.longest
+    movement = min(c.least * min(1 / annealed, left**c.quiet), left / 2)
     return movement / max(geometric_mean(moves), TINY)
 
 
