@@ -131,10 +131,12 @@ class Batch:
                 "x: found a nested tensor, of which no sample can be cut out; pass a padded tensor with a mask "
                 "(torch.nested.to_padded_tensor), or a PackedSequence"
             )
-        if sparse := next((t.layout for t in tensors_in(x, y) if t.layout in SPARSE), None):
-            raise TypeError(
-                f"x: found a sparse tensor ({sparse}), of which no sample can be cut out; pass x.to_dense()"
-            )
+        for name, tree in (("x", x), ("y", y)):
+            if sparse := next((t.layout for t in tensors_in(tree) if t.layout in SPARSE), None):
+                raise TypeError(
+                    f"{name}: found a sparse tensor ({sparse}), of which no sample can be cut out; pass "
+                    f"{name}.to_dense()"
+                )
         dims = _from_front(dims, model, x, y) if min(dims) < 0 else dims
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -104,10 +104,13 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Run the model on a tensor or packed sequence, or on `as_arguments`: a tuple of positional ones or a dict."""
     is_mapping = isinstance(x, Mapping)
     is_sequence = isinstance(x, tuple | list) and not isinstance(x, PackedSequence)
+    args, kwargs = ((), x) if is_mapping else (x if is_sequence else (x,), {})
     with ContiguousNorms():
         try:
-            return model(**x) if is_mapping else model(*x) if is_sequence else model(x)
+            return model(*args, **kwargs)
         except TypeError as error:
+            if _takes(model, args, kwargs):  # an error of the model's own code
+                raise
             if is_mapping and "unexpected keyword argument" in str(error):
                 what = "x: its entries are passed as keyword arguments; if the model takes a dict, pass x=(that dict,)"
             elif is_sequence and "positional arguments but" in str(error):
@@ -118,6 +121,17 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
             else:
                 raise
             raise TypeError(f"{error}. {what}") from error
+
+
+def _takes(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model has a parameter for each argument; what goes into ``*args`` may be another's."""
+    try:
+        signature = inspect.signature(getattr(unwrap_compiled(model), "forward", model))
+        named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        signature.replace(parameters=named).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # it does not fit; nobody knows the parameters of what is not written in Python
+        return False
+    return True
 
 
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:

@@ -435,7 +435,7 @@ class RecordingMode(TorchFunctionMode):
             follows_graph = any(x.requires_grad for x in tensors if id(x) not in used)
             bound = rule.bind(func, args, kwargs) if rule is not None else {}
             slots = {k: nodes[id(x)] for k, x in bound.items() if id(x) in nodes}
-            saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
+            saved = {k: _values(x) if isinstance(x, Tensor) else x for k, x in bound.items()}
             versions = [(x, x._version) for k, x in saved.items() if isinstance(x, Tensor) and k not in slots]
         out = (run or func)(*args, **kwargs)
         outs = tensors_in(out)
@@ -494,6 +494,11 @@ class RecordingMode(TorchFunctionMode):
             of_mean = next((name for name, x in self.model.named_buffers() if x is mean), "")
             name = next(iter(node.names)) if node else of_mean
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
+
+
+def _values(x: Tensor) -> Tensor:
+    """Without its graph, and of a sparse tensor with its zeros, as the rules take it."""
+    return x.detach() if x.layout is torch.strided else x.detach().to_dense()
 
 
 def _counts(x: Tensor, dim: Any) -> bool:

@@ -8,19 +8,19 @@ in a file (`store_projections`). Neither the gradients nor the map exist as a wh
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from numpy.lib.format import open_memmap
+from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from curvature.gradients import (
@@ -289,8 +289,8 @@ def store_projections(
     The file is there once it is complete; until then it is called ``path + ".part"``.
 
     Args:
-        data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice and does not shuffle (a
-            DataLoader, a list).
+        data: one pair ``(x, y)``, or an iterable of pairs that does not shuffle (a DataLoader, a list, a generator). It
+            is gone over once.
         path: of the file, as ``"gradients.npy"``.
         progress: whether to show a bar over the batches.
 
@@ -300,8 +300,7 @@ def store_projections(
         The file as an array (N, K), mapped into memory for reading: ``numpy.load(path, mmap_mode="r")``.
 
     Raises:
-        ValueError: the data shuffle, do not tell how many samples they have, or have none. Or as for
-            `per_sample_gradients`.
+        ValueError: the data shuffle, or have no samples. Or as for `per_sample_gradients`.
         FileExistsError: there is such a file.
         TypeError: an argument of the wrong kind.
     """
@@ -311,38 +310,27 @@ def store_projections(
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists: take another file, or delete it")
-    count = _number_of_samples(data, model, loss, sample_dim)
-    batches, part, start = pairs(data), path.with_name(path.name + ".part"), 0
-    array: np.ndarray | None = None
-    for x, y in tqdm(batches, total=number_of_batches(data), unit="batch", leave=False, disable=not progress):
-        options: Any = {"parameters": parameters, "sample_dim": sample_dim}
-        rows = per_sample_projections(model, loss, x, y, projection, **options).cpu().numpy()
-        if array is None:
-            array = open_memmap(part, mode="w+", dtype=rows.dtype, shape=(count, rows.shape[1]))
-        if start + len(rows) > count:
-            raise ValueError(f"data: {count} samples when they were counted, at least {start + len(rows)} in the pass")
-        array[start : start + len(rows)] = rows
-        start += len(rows)
-    if start != count:
-        raise ValueError(f"data: {count} samples when they were counted, {start} in the pass")
-    assert isinstance(array, np.memmap)
-    array.flush()
+    batches = tqdm(pairs(data), total=number_of_batches(data), unit="batch", leave=False, disable=not progress)
+    options: Any = {"parameters": parameters, "sample_dim": sample_dim}
+    every = (per_sample_projections(model, loss, x, y, projection, **options).cpu().numpy() for x, y in batches)
+    first = next((rows for rows in every if len(rows)), None)
+    if first is None:
+        raise ValueError("data: no samples")
+    count, part = 0, path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        start = _write_header(file, first, count)
+        for rows in itertools.chain([first], every):
+            rows.tofile(file)
+            count += len(rows)
+        file.seek(0)  # the number of samples is known now
+        end = _write_header(file, first, count)
+        assert end == start
     os.replace(part, path)
     return np.load(path, mmap_mode="r")
 
 
-def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any) -> int:
-    """By the indices that a DataLoader will ask for; else by going over the data."""
-    if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) or isinstance(data, Iterator):
-        kind = type(getattr(data, "dataset", data)).__name__
-        raise ValueError(
-            f"data: a {kind} does not tell how many samples it has; pass a list of batches, or a DataLoader of a "
-            f"dataset with a length"
-        )
-    if isinstance(data, DataLoader) and data.batch_sampler is not None:
-        count = sum(len(indices) for indices in data.batch_sampler)
-    else:
-        count = sum(Batch.of(model, loss, x, y, sample_dim).count for x, y in pairs(data))
-    if not count:
-        raise ValueError("data: no samples")
-    return count
+def _write_header(file: BinaryIO, rows: np.ndarray, count: int) -> int:
+    """Of a file of so many rows like these; returns where the first of them is: 128, however many there are."""
+    form = {"descr": dtype_to_descr(rows.dtype), "fortran_order": False, "shape": (count, rows.shape[1])}
+    write_array_header_1_0(file, form)
+    return file.tell()

@@ -177,7 +177,8 @@ class Call:
 
     def cut(self, stride: int) -> tuple[Any, Any] | None:
         """The arguments for every stride-th sample; None if their outputs may depend on other samples or on chance."""
-        counts = {len(x) if x.ndim else 0 for x in _tensors((self.args, self.kwargs, self.output))}
+        tensors = _tensors((self.args, self.kwargs, self.output))
+        counts = {len(x) if x.ndim and x.layout is torch.strided else 0 for x in tensors}  # no sparse tensor is cut
         if stride == 1 or self.apart is None or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
         if self.apart and not all(look(self.apart)):

@@ -152,11 +152,14 @@ class TrustRegionStep(StepRule):
             return self._without_gradient(context, loss, g.layout, renewal)
 
         # 3. the last step, seen from its end; one that went far too far is undone
+        steps, lr = preconditioner.monitor.steps - self.first_step, max([x["lr"] for x in context.options.values()])
         if state is not None:
             state = begun_again(state, ratio := slope_ratio(facts.along_last, state.slope), c)
             if is_overshoot(state, ratio, facts.norm, c):
-                self.state = undone(state, ratio, c)
-                return Outcome(loss, self._undo(context, last), self._entry(context, renewal), renewal)
+                self.state, back = undone(state, ratio, c), self._undo(context, last)
+                moves = evened(relative_lengths(g.layout, facts.lengths, facts.sizes), c.even)[1]
+                entry = self._entry(context, renewal, least_size(state, moves, steps, c))
+                return Outcome(loss, back, entry, renewal)
 
         # 4. layers by more alike shares of their norms; the outputs' change, and their size
         layout, trust = g.layout, c.trust / math.sqrt(max(preconditioner.layer_count, 1))
@@ -167,11 +170,8 @@ class TrustRegionStep(StepRule):
         reach = context.outputs.rms or self._change(context, bounds, energies)  # of zeros their change at the bounds
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs; lr multiplies it afterwards
-        steps, lr = preconditioner.monitor.steps - self.first_step, max([x["lr"] for x in context.options.values()])
-        if state is None:
-            state = TrustState(0.0, change, facts.norm, facts.norm, lr)
-        else:
-            state = adapted(state, ratio, facts.norm, steps, lr, horizon(preconditioner.monitor.steps), c)
+        first, remembered = TrustState(0.0, change, facts.norm, facts.norm, lr), horizon(preconditioner.monitor.steps)
+        state = first if state is None else adapted(state, ratio, facts.norm, steps, lr, remembered, c)
         state, size = bounded(state, change, reach, least_size(state, moves, steps, c), c)
 
         # 6. no layer moves by more than lr times a share of its norm; weights decay as far as a share of that
@@ -188,8 +188,8 @@ class TrustRegionStep(StepRule):
         self.state = with_slopes(state, rates, [lr * size for lr in lrs], slopes, self.state)
         return Outcome(loss, direction.u.views, self._entry(context, renewal), renewal)
 
-    def _entry(self, context: StepContext, renewal: Renewal) -> dict[str, Any]:
-        size = self.state.size if self.state else 0.0
+    def _entry(self, context: StepContext, renewal: Renewal, least: float = 0.0) -> dict[str, Any]:
+        size = max(self.state.size, least) if self.state else 0.0  # it may be zero, which stands for the least
         made = {"step_size": size, "overshoots": context.preconditioner.monitor.counts["overshoots"]}
         return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | made
 
@@ -377,8 +377,11 @@ def adapted(
     if is_unstable:
         growth = c.growth / HORIZON * max(ratio, -1.0)
     else:
-        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size
-        growth = max(c.growth / remembered * slope_ratio(ends, starts), -1 / (1 + steps))
+        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size. There is none
+        # where gradients have become short and steps usually lead more than twice as far as the minimum along them
+        usual = slope_ratio(ends, starts)
+        limit = -math.inf if usual < -1 and state.norm < c.turn * state.longest else -1 / (1 + steps)
+        growth = max(c.growth / remembered * usual, limit)
     growth *= c.falling if lr < state.lr else min(lr, 1.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
@@ -415,10 +418,11 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
 def least_size(state: TrustState, moves: Sequence[float], steps: int, c: TrustRegionConstants) -> float:
     """The step size of the least movement: of the geometric mean over layers, given their movements for size one.
 
-    Noise has to be annealed where gradients stay as long as they are. Where they shrink, so does their noise.
+    Noise has to be annealed where gradients stay as long as they are. Where they shrink, so does their noise; where
+    next to nothing is left of them steps converge, and the movement must not shrink slower than they do.
     """
-    annealed = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early))
-    movement = c.least * min(1 / annealed, (state.norm / state.longest) ** c.quiet)
+    annealed, left = math.sqrt((1 + steps / c.early) * (1 + state.unmoved / c.early)), state.norm / state.longest
+    movement = min(c.least * min(1 / annealed, left**c.quiet), left / 2)
     return movement / max(geometric_mean(moves), TINY)
 
 

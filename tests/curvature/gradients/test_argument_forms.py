@@ -313,6 +313,30 @@ def test_sizes_that_disagree_are_refused_all_the_same():
             curvature.per_sample_gradients(model, LOSS, x, torch.arange(4))
 
 
+class TakesTwo(nn.Module):
+    """A model that says what it takes, around a function of its head and both."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function, self.head = function, nn.Linear(3, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.function(self.head, a, b)
+
+
+def test_type_errors_from_within_the_model_are_raised_as_they_are() -> None:
+    """What is said of x is no hint where the model takes it, and its own code makes a wrong call."""
+    (a, b), y = torch.randn(2, 2, 3), torch.tensor([0, 2])
+    for call in (lambda head, a, b: head(a, b), lambda head, a, b: head(a, places=b)):
+        for x in ((a, b), [a, b], {"a": a, "b": b}):
+            with pytest.raises(TypeError, match="positional arguments but|unexpected keyword argument") as error:
+                curvature.per_sample_gradients(TakesTwo(call), LOSS, x, y)
+            assert "x: " not in str(error.value)
+    for wrong, hint in (((a, b, a), "x: its 3 entries are"), ({"a": a, "c": b}, r"pass x=\(that dict,\)")):
+        with pytest.raises(TypeError, match=hint):
+            curvature.per_sample_gradients(TakesTwo(lambda head, a, b: head(a + b)), LOSS, wrong, y)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])  # three images have as many channels as there are labels
 @pytest.mark.parametrize("name", ["gradients", "norms", "check"])
 def test_a_list_of_images_is_told_what_to_pass(name: str, count: int) -> None:
@@ -328,8 +352,9 @@ def test_a_list_of_images_is_told_what_to_pass(name: str, count: int) -> None:
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_inputs_are_refused(layout: torch.layout) -> None:
     model, x, y = problem()
-    with pytest.raises(TypeError, match=r"x: found a sparse tensor .*pass x\.to_dense\(\)"):
-        curvature.per_sample_gradients(model, LOSS, x.to_sparse(layout=layout), y)
+    for name, batch in (("x", (x.to_sparse(layout=layout), y)), ("y", (x, F.one_hot(y, 3).to_sparse(layout=layout)))):
+        with pytest.raises(TypeError, match=rf"{name}: found a sparse tensor .*pass {name}\.to_dense\(\)"):
+            curvature.per_sample_gradients(model, LOSS, *batch)
 
 
 @pytest.mark.parametrize("p", [1, 2])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from support.cases.case import seeded
 from support.habits import (
     EXACT,
+    MAKERS,
     QUIET,
     Make,
     X,
@@ -282,6 +283,22 @@ def test_closures_return_the_loss_before_the_step(make: Make) -> None:
     assert all(isinstance(v, torch.Tensor) and v.ndim == 0 for v in values)
     assert values[0] == F.cross_entropy(net()(X), Y) and values[2] < values[0]
     assert_same(model, reference(make))
+
+
+@every_optimizer
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_train_as_dense_ones(make: Make, layout: torch.layout, device: str) -> None:
+    if device == "sim":
+        pytest.skip("the simulated device has no sparse tensors")
+    x, ends = X.double().relu(), []
+    for given in (x, x.to_sparse(layout=layout)):
+        model = net().double()
+        losses = train(model, make(model), 4, given)
+        ends.append(model)
+    if make is MAKERS["KFAC-adaptive"]:  # which measures some samples of those that it can cut out
+        assert losses[-1] < losses[0]
+    else:
+        assert_close(*ends)
 
 
 @without_closure

@@ -63,6 +63,14 @@ def test_negative_slopes_alone_shrink_the_step_ever_more_slowly() -> None:
     assert unstable.size / unstable.norm == pytest.approx(2 * math.exp(-C.growth / HORIZON))
 
 
+def test_steps_that_lead_more_than_twice_too_far_shrink_at_once_where_gradients_are_short() -> None:
+    """The mean ratio is -1.5 where there is no limit, and -0.9 or with long gradients where there is one."""
+    limited = pytest.approx(2 * math.exp(-1 / (LATER + 1)))
+    assert look(state(norm=0.2, ends=1.5), -1.5).size == pytest.approx(2 * math.exp(-C.growth / 30 * 1.5))
+    assert look(state(norm=0.2, ends=0.9), -0.9).size == limited
+    assert look(state(norm=0.3, ends=1.5), -1.5).size == limited
+
+
 def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
     """A tenth of the step was made: a size far above that would shrink without effect."""
     assert look(state(kept=0.1, ends=1.0), -1.0).size == pytest.approx(0.2 * math.exp(-1 / (LATER + 1)))
@@ -147,6 +155,7 @@ def test_the_least_movement_shrinks_over_time_or_less_than_gradients() -> None:
         known = state(norm=0.125, unmoved=unmoved)
         assert least_size(known, moves, int(C.early), C) == pytest.approx(0.25 * C.least / 2)
     assert least_size(state(norm=0.125, unmoved=7 * C.early), moves, int(7 * C.early), C) == pytest.approx(C.least / 16)
+    assert least_size(state(norm=1e-6), moves, 0, C) == pytest.approx(0.5e-6 / 2)  # next to nothing is left
 
 
 def test_shares_of_norms_come_nearer_to_their_geometric_mean() -> None:

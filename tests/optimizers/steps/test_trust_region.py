@@ -247,6 +247,21 @@ def test_an_overshoot_is_steep_and_has_a_long_gradient() -> None:
     assert not any(own["displacement"].any() for own in run.opt.state.values())
 
 
+def test_the_step_size_of_an_undone_step_is_that_in_force() -> None:
+    """That of the secant; where data turn, the least one, with which the next step is made."""
+    for ends, is_turn in ((0.0, False), (-0.5, True)):
+        run = two_layers()
+        run.step(**GOOD)
+        run.rule.state = run.known._replace(starts=-1.0, ends=ends, size=1e3)
+        far = 1.6 * run.known.norm * torch.tensor([0.0, -1.0]).double()
+        shown = run.step(a=far, b=torch.zeros(2).double())["step_size"]
+        assert run.overshoots == 1 and shown > 0
+        if is_turn:
+            assert run.known.size == 0 and run.step(**GOOD)["step_size"] == pytest.approx(shown, rel=0.1)
+        else:
+            assert shown == run.known.size
+
+
 def test_a_step_is_undone_once_after_a_checkpoint_too() -> None:
     run, other = two_layers(), two_layers()
     run.step(**GOOD)

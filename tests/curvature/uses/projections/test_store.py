@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import curvature
-import curvature.uses.projections
 from support.cases.case import seeded
 
 LOSS = nn.CrossEntropyLoss()
@@ -28,34 +27,35 @@ def loader(x: Tensor, y: Tensor, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(x, y), **({"batch_size": 5} | options))
 
 
-class Broken:
-    """Data that raise after some batches, and count those asked for."""
+class Stream(IterableDataset):
+    """Data that do not say how many samples they have."""
 
-    def __init__(self, data: DataLoader, batches: int, error: BaseException) -> None:
-        self.data, self.batches, self.error = data, batches, error
-
-    def __len__(self) -> int:
-        return len(self.data)
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.samples = zip(x, y, strict=True)
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.data):
-            if number == self.batches:
-                raise self.error
-            yield batch
+        return self.samples
 
 
-def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, batches: int = 3) -> None:
-    model, x, y = problem()
-    data = Broken(loader(x, y), batches, KeyboardInterrupt())
-    with monkeypatch.context() as patch:
-        patch.setattr(curvature.uses.projections, "_number_of_samples", lambda *_: 23)
-        with pytest.raises(KeyboardInterrupt):
-            curvature.store_projections(model, LOSS, data, SIGNS, path)
+class Counting(BatchSampler):
+    """A batch sampler of one's own, that counts its passes."""
+
+    passes, shuffle = 0, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def interrupted(x: Tensor, y: Tensor) -> Iterator[Any]:
+    yield x[:5], y[:5]
+    yield x[5:10], y[5:10]
+    raise KeyboardInterrupt
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("projection", [SIGNS, curvature.KroneckerProjection(2)], ids=repr)
-@pytest.mark.parametrize("kind", ["loader", "drop_last", "batches", "pair"])
+@pytest.mark.parametrize("kind", ["loader", "drop_last", "batches", "pair", "stream", "generator", "empty batches"])
 def test_rows_are_in_the_order_of_the_data(projection: Any, kind: str, tmp_path: Path) -> None:
     model, x, y = problem()
     count = 20 if kind == "drop_last" else 23
@@ -64,6 +64,9 @@ def test_rows_are_in_the_order_of_the_data(projection: Any, kind: str, tmp_path:
         "drop_last": loader(x, y, drop_last=True),
         "batches": DataLoader(list(zip(x.split(5), y.split(5), strict=True)), batch_size=None),
         "pair": (x, y),
+        "stream": DataLoader(Stream(x, y), batch_size=5),
+        "generator": zip(x.split(5), y.split(5), strict=True),
+        "empty batches": [(x[a:b], y[a:b]) for a, b in ((0, 0), (0, 6), (6, 6), (6, 23))],
     }[kind]
     found = curvature.store_projections(model, LOSS, data, projection, tmp_path / "rows.npy")
     wanted = curvature.per_sample_projections(model, LOSS, x, y, projection)[:count]
@@ -72,15 +75,23 @@ def test_rows_are_in_the_order_of_the_data(projection: Any, kind: str, tmp_path:
     assert [file.name for file in tmp_path.iterdir()] == ["rows.npy"]
 
 
-def test_an_interrupted_pass_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.npy"
-    interrupted(path, monkeypatch)
+def test_an_interrupted_pass_leaves_no_file(tmp_path: Path) -> None:
+    path, (model, x, y) = tmp_path / "rows.npy", problem()
+    with pytest.raises(KeyboardInterrupt):
+        curvature.store_projections(model, LOSS, interrupted(x, y), SIGNS, path)
     assert not path.exists()
-    model, x, y = problem()
     found = curvature.store_projections(model, LOSS, loader(x, y), SIGNS, path)
     np.testing.assert_allclose(found, curvature.per_sample_projections(model, LOSS, x, y, SIGNS).numpy())
     with pytest.raises(FileExistsError, match=r"rows\.npy exists: take another file"):
         curvature.store_projections(model, LOSS, loader(x, y), SIGNS, path)
+
+
+def test_the_data_are_gone_over_once(tmp_path: Path) -> None:
+    model, x, y = problem()
+    sampler = Counting(SequentialSampler(x), 5, False)
+    data = DataLoader(TensorDataset(x, y), batch_sampler=sampler)
+    stored = curvature.store_projections(model, LOSS, data, SIGNS, tmp_path / "rows.npy")
+    assert stored.shape == (23, 7) and sampler.passes == 1
 
 
 def test_some_parameters(tmp_path: Path) -> None:
@@ -94,20 +105,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model, x, y = problem()
     call = lambda data, path="a.npy": curvature.store_projections(model, LOSS, data, SIGNS, tmp_path / path)
 
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            yield from zip(x, y, strict=True)
-
     with pytest.raises(
         ValueError, match=r"data: the DataLoader shuffles \(its sampler is a RandomSampler\).*shuffle=False"
     ):
         call(loader(x, y, shuffle=True))
-    with pytest.raises(ValueError, match="data: a Stream does not tell how many samples"):
-        call(DataLoader(Stream(), batch_size=5))
-    with pytest.raises(ValueError, match="data: a generator does not tell"):
-        call(pair for pair in [(x, y)])
-    with pytest.raises(ValueError, match="data: no samples"):
-        call([])
+    for none in ([], [(x[:0], y[:0])]):
+        with pytest.raises(ValueError, match="data: no samples"):
+            call(none)
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine.npy").write_text("precious")
     with pytest.raises(FileExistsError, match=r"mine\.npy exists"):
