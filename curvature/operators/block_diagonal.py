@@ -208,7 +208,8 @@ class BlockDiagonal(Operator):
         return [f"{len(self.blocks)} blocks"]
 
     def __repr__(self) -> str:
-        return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
+        blocks = (repr(block).replace("\n", "\n  ") for block in self.blocks.values())
+        return "\n  ".join([super().__repr__(), *blocks])
 
 
 def as_operator(K: Curvature) -> Operator:
