@@ -313,6 +313,18 @@ def test_batches_of_all_sizes_count(make: Make) -> None:
     assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.store.blocks} == {5}
 
 
+@without_closure
+def test_the_first_gradient_that_is_not_zero_makes_a_step(make: Make) -> None:
+    model = net()
+    opt, before = make(model), copied(model)
+    for weight in (0.0, 0.0, 1.0):
+        assert not moved(model, before)
+        opt.zero_grad()
+        (weight * F.cross_entropy(model(X), Y)).backward()
+        opt.step()
+    assert moved(model, before) == set(before)
+
+
 @contextlib.contextmanager
 def switched(switch: Callable[[Any], None], on: Any, off: Any) -> Iterator[None]:
     switch(on)
