@@ -17,7 +17,9 @@ KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of 
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
 WIDTH_STEP = 16  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 9/8 of those needed last time
-FIRST_DIRECTIONS = 128  # searched the first time: a matrix of few rows, which is damped much, has no more that stand out
+FIRST_DIRECTIONS = (
+    128  # searched the first time: a matrix of few rows, which is damped much, has no more that stand out
+)
 
 
 Make = Callable[[], Tensor]  # of a matrix, so that one at a time is in memory
@@ -78,9 +80,7 @@ def _projections(makes: Sequence[Make], starts: Sequence[Tensor | None], most: i
     ]
 
 
-def _project(
-    matrix: Tensor, start: Tensor | None, most: int, orthonormal: Orthonormalize
-) -> tuple[Projection, Tensor]:
+def _project(matrix: Tensor, start: Tensor | None, most: int, orthonormal: Orthonormalize) -> tuple[Projection, Tensor]:
     """By a step of subspace iteration, or two without a start, and whether the bases are finite."""
     most = most if start is None else start.shape[1] * 9 // 8 + EXTRA_DIRECTIONS
     width = min(len(matrix) // MAX_RANK_DIVISOR, most)
