@@ -425,7 +425,7 @@ class RecordingMode(TorchFunctionMode):
         used = {id(x): nodes[id(x)] for x in tensors if id(x) in nodes}
         if any(x.is_nested for x in tensors):
             name = next(iter(next(iter(used.values())).names))
-            raise TypeError(
+            raise RuntimeError(  # operators take a TypeError for their own
                 f"{name}: read beside a nested tensor, of which no sample can be cut out; pass a padded tensor with "
                 "a mask (torch.nested.to_padded_tensor), or a PackedSequence"
             )

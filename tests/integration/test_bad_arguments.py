@@ -360,11 +360,21 @@ def test_an_error_of_the_model_is_raised_at_once():
     assert Odd.calls == 1
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
 @pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
-def test_nested_tensors(make: type):
-    model = nn.Linear(3, 2)
+@pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), lambda: nn.LayerNorm(3), Scaled])
+def test_nested_tensors(make: type, build: Callable[[], nn.Module]):
+    model = build()
     opt = make(model)
     x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    with pytest.raises(TypeError, match=r"weight: read beside a nested tensor.*to_padded_tensor"):
+    with pytest.raises(RuntimeError, match=r"weight: read beside a nested tensor.*to_padded_tensor"):
         model(x)
     del opt
