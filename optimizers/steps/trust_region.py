@@ -65,7 +65,6 @@ class TrustRegionConstants:
     early: float = 50.0  # ... over the roots of one plus the steps over this, all and those since lr moved, ...
     quiet: float = 2 / 3  # ... or times this power of how far gradients have shrunk, whichever is less
     top: float = 0.5  # largest change of the outputs, as a share of their size
-    memory: float = 0.999  # decay of the longest gradient
     # gradients
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
     turn: float = 0.25  # ratio so far below zero, after a mean so far above, of gradients not shorter: other data
@@ -73,8 +72,6 @@ class TrustRegionConstants:
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
-    # curvature that is measured along steps
-    energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
 
 
 class TrustState(NamedTuple):
@@ -83,7 +80,7 @@ class TrustState(NamedTuple):
     size: float  # multiplies the direction
     change: float  # running root mean square of the outputs' predicted change for step size one; zero at a new scale
     norm: float  # running mean of the gradients' norms, each clipped
-    longest: float  # its largest value, slowly forgotten
+    longest: float  # its largest value
     lr: float  # of the last step
     unmoved: float = 0.0  # number of steps since it has moved, or the loss has another scale
     spread: float = 0.0  # running standard deviation of the gradients' norms
@@ -91,13 +88,7 @@ class TrustState(NamedTuple):
     kept: float = 1.0  # share of it that the bounds on the layers have left
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
-    measured: float = 0.0  # decayed sums of the energies of steps, measured at renewals as ``(v^T J d)^2`` ...
-    predicted: float = 0.0  # ... and what was predicted of these
-
-    @property
-    def underestimate(self) -> float:
-        """Measured over predicted squared change of the outputs, along recent steps; 1 where nothing was measured."""
-        return self.measured / self.predicted if self.predicted else 1.0
+    underestimate: float = 1.0  # squared change of the outputs that the last renewal has measured, over the predicted
 
 
 class Facts(NamedTuple):
@@ -260,9 +251,8 @@ class TrustRegionStep(StepRule):
         state, measured, reached = self.state, context.outputs.squared_change, context.outputs.reached
         names = [name for block in context.preconditioner.blocks if block.names[0] in reached for name in block.names]
         predicted = sum([self.energies.get(name, 0.0) for name in names])
-        if state is None or not (predicted and measured):
-            return
-        self.state = with_energies(state, measured, predicted, self.constants)
+        if state is not None and 0 < predicted < math.inf and 0 < measured < math.inf:
+            self.state = state._replace(underestimate=measured / predicted)
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""
@@ -397,7 +387,7 @@ def adapted(
         ends=ends / unit,
         change=0.0 if is_new_scale else state.change,
         norm=state.norm * unit,
-        longest=max(state.norm * unit, c.memory * state.longest),
+        longest=max(state.norm * unit, state.longest),
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         lr=lr,
         unmoved=0.0 if is_new_scale or lr != state.lr else state.unmoved + 1,
@@ -520,11 +510,3 @@ def decay_weights(context: StepContext, layout: Layout, moved: Sequence[float]) 
     factors = iter(kept.values())
     for tensors in by_device([to_local(context.trained[name]) for name in kept]):
         torch._foreach_mul_(tensors, [next(factors) for _ in tensors])
-
-
-def with_energies(state: TrustState, measured: float, predicted: float, c: TrustRegionConstants) -> TrustState:
-    """With what a renewal has measured along the last step beside what was predicted, if both are finite."""
-    if not (0 < measured < math.inf and 0 < predicted < math.inf):
-        return state
-    sums = c.energy_decay * state.measured + measured, c.energy_decay * state.predicted + predicted
-    return state._replace(measured=sums[0], predicted=sums[1])

@@ -100,7 +100,7 @@ def test_gradients_count_for_a_bounded_length() -> None:
 def test_sizes_and_slopes_follow_the_unit_of_gradients() -> None:
     """Half as long as usual at step one: the unit is three quarters of what it was."""
     known = look(state(ends=-1.0, norm=4.0, longest=4.0), 1.0, norm=0.5, steps=1)
-    assert known.norm == pytest.approx(3.0) and known.longest == pytest.approx(4 * C.memory)
+    assert known.norm == pytest.approx(3.0) and known.longest == 4
     assert known.size == pytest.approx(2 * 0.75 * math.exp(C.growth / 30))
     assert (known.starts, known.ends) == pytest.approx((-1 / 0.75, -1 / 0.75))
 
