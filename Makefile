@@ -142,7 +142,7 @@ docs: .venv/docs.stamp
 
 # sdist and wheel, and the wheel in an empty environment, as users install it: without constraints.txt, with the newest
 # torch. Its default build brings gigabytes of CUDA, so a machine that cannot install that may pin torch, and only torch:
-#     echo "torch==2.13.0+cpu" > /tmp/torch.txt && PIP_CONSTRAINT=/tmp/torch.txt make package
+#     echo "torch==2.13.0+cpu" > torch.txt && PIP_CONSTRAINT=$PWD/torch.txt make package
 # VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and torch there (none: the newest), with the fast tests.
 package: .venv/test.stamp
 	$(BIN)/python tests/support/versions.py $(VERSIONS)

@@ -17,9 +17,7 @@ KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of 
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
 WIDTH_STEP = 16  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 9/8 of those needed last time
-FIRST_DIRECTIONS = (
-    128  # searched the first time: a matrix of few rows, which is damped much, has no more that stand out
-)
+FIRST_DIRECTIONS = 128  # searched the first time: of few rows, which are damped much, no more stand out
 
 
 Make = Callable[[], Tensor]  # of a matrix, so that one at a time is in memory
