@@ -72,6 +72,8 @@ class TrustRegionConstants:
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
+    # curvature that is measured along steps
+    energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
 
 
 class TrustState(NamedTuple):
@@ -88,7 +90,13 @@ class TrustState(NamedTuple):
     kept: float = 1.0  # share of it that the bounds on the layers have left
     starts: float = 0.0  # running means of the slopes at the start ...
     ends: float = 0.0  # ... and at the end of steps
-    underestimate: float = 1.0  # squared change of the outputs that the last renewal has measured, over the predicted
+    measured: float = 0.0  # decayed sums of the energies of steps, measured at renewals as ``(v^T J d)^2`` ...
+    predicted: float = 0.0  # ... and what was predicted of these
+
+    @property
+    def underestimate(self) -> float:
+        """Measured over predicted squared change of the outputs, along recent steps; 1 where nothing was measured."""
+        return self.measured / self.predicted if self.predicted else 1.0
 
 
 class Facts(NamedTuple):
@@ -252,7 +260,9 @@ class TrustRegionStep(StepRule):
         names = [name for block in context.preconditioner.blocks if block.names[0] in reached for name in block.names]
         predicted = sum([self.energies.get(name, 0.0) for name in names])
         if state is not None and 0 < predicted < math.inf and 0 < measured < math.inf:
-            self.state = state._replace(underestimate=measured / predicted)
+            decay = self.constants.energy_decay
+            sums = decay * state.measured + measured, decay * state.predicted + predicted
+            self.state = state._replace(measured=sums[0], predicted=sums[1])
 
     def _change(self, context: StepContext, rates: Sequence[float], energies: Sequence[float]) -> float:
         """Root mean square change of an output entry that is predicted for steps of layers at these rates."""

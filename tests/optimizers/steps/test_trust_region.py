@@ -381,35 +381,36 @@ def test_output_change_is_that_of_one_entry() -> None:
     outputs.update(OutputScale.of([torch.ones(2, 3)]), SquaredChange())
     context: Any = SimpleNamespace(outputs=outputs)
     assert rule._change(context, [2.0], [3.0]) == 2 and outputs.rms == 1
-    rule.state = USUAL._replace(underestimate=3.0)
+    rule.state = USUAL._replace(measured=6.0, predicted=2.0)
     assert rule._change(context, [2.0], [3.0]) == pytest.approx(12**0.5)
 
 
-def compared(rule: TrustRegionStep, change: float, *reached: str) -> float:
-    """What is kept of a renewal that has measured this along the last step; one block has two parameters apart."""
+def compared(rule: TrustRegionStep, change: float, *reached: str) -> tuple[float, float]:
+    """Sums after a renewal that has measured this along the last step; one block has two parameters apart."""
     blocks = [SimpleNamespace(names=names) for names in (("a",), ("b", "c"), ("head",))]
     part = SimpleNamespace(blocks=blocks, schedule=Schedule(None, None))
     outputs = SimpleNamespace(squared_change=change, reached=frozenset(reached))
     rule._compare_energies(SimpleNamespace(preconditioner=part, outputs=outputs))  # type: ignore[arg-type]
     assert rule.state is not None
-    return rule.state.underestimate
+    return rule.state.measured, rule.state.predicted
 
 
-def test_the_last_comparison_counts_and_bad_ones_do_not() -> None:
+def test_energies_decay_and_bad_ones_do_not_count() -> None:
     rule = TrustRegionStep(Given())
     rule.state, rule.energies = USUAL, {"a": 2.0}
-    assert compared(rule, 8.0, "a") == 4
+    assert compared(rule, 8.0, "a") == (8, 2)
+    rule.energies = {"a": 1.0}
     for bad in (math.nan, 0.0, math.inf):
-        assert compared(rule, bad, "a") == 4
-    assert compared(rule, 0.0) == 4  # a renewal that has measured nothing
-    assert compared(rule, 1.0, "a") == 0.5
+        assert compared(rule, bad, "a") == (8, 2)
+    assert compared(rule, 0.0) == (8, 2)  # a renewal that has measured nothing
+    assert compared(rule, 1.0, "a") == pytest.approx((1 + 8 * C.energy_decay, 1 + 2 * C.energy_decay))
 
 
 def test_blocks_that_the_batch_has_not_reached_do_not_count() -> None:
     """As where heads alternate: what the last step did to the other head changes none of these outputs."""
     rule = TrustRegionStep(Given())
     rule.state, rule.energies = USUAL, {"a": 2.0, "b": 1.0, "c": 1.0, "head": 100.0}
-    assert compared(rule, 12.0, "a", "b") == 3
+    assert compared(rule, 12.0, "a", "b") == (12, 4)
 
 
 def underestimate(opt: KFAC) -> float:
@@ -426,7 +427,7 @@ def test_a_step_knows_what_it_changed(kind: type[KFAC]) -> None:
     for _ in range(4):
         backward(model, opt, nn.CrossEntropyLoss(), x, y)
         opt.step()
-    assert 0.3 < underestimate(opt) < 3 and underestimate(opt) != 1
+    assert 0.3 < underestimate(opt) < 3 and opt.rule.state.measured  # type: ignore[attr-defined]
 
 
 def test_many_places_that_pull_together_are_found_out() -> None:
