@@ -17,6 +17,7 @@ from curvature.gradients.data import (
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import (
+    Linearised,
     are_adjoint,
     batched_vjp,
     changes_by_backward_passes,
@@ -53,12 +54,12 @@ from curvature.gradients.plans import (
 from curvature.gradients.sums import NoiseScale, clipped_gradient, gradient_noise_scale
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "OtherShapeAlone", "Plan", "RefuseNewData", "SamplesMeet",
-    "UNSTEADY", "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts", "changes_by_backward_passes",
-    "check_gradients", "clipped_gradient", "complete_changes", "computed_weights", "differences",
-    "either_form", "general_path_terms", "gradient_noise_scale", "kept_plan", "kind_of", "layers_of",
-    "learn", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
-    "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record", "require_order", "require_pairs",
-    "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
-    "terms_by_parameter", "tried_by_vmap", "weighted_gradients", "where_samples_meet",
+    "Batch", "CentredJacobian", "Jacobian", "Linearised", "NoiseScale", "OtherShapeAlone", "Plan", "RefuseNewData",
+    "SamplesMeet", "UNSTEADY", "are_adjoint", "batched_vjp", "candidate_axes", "certain_layouts",
+    "changes_by_backward_passes", "check_gradients", "clipped_gradient", "complete_changes", "computed_weights",
+    "differences", "either_form", "general_path_terms", "gradient_noise_scale", "kept_plan", "kind_of", "layers_of",
+    "learn", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients",
+    "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy", "record",
+    "require_order", "require_pairs", "residual_jacobian", "sample_layouts", "sample_terms",
+    "single_sample_reference", "terms_by_parameter", "tried_by_vmap", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

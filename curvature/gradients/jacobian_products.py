@@ -64,30 +64,50 @@ def complete_changes(
     return None
 
 
+class Linearised:
+    """The map from directions of the parameters to changes of outputs, by two backward passes: the first is kept.
+
+    Gradients are linear in the vectors that go back from the outputs, so that the transposed map takes directions to
+    changes of the outputs. What a function's backward pass hides from autograd is lost.
+
+    Args:
+        outputs: computed from the parameters; their graph is kept.
+        parameters: by name.
+        vector: fills the vectors that go back: a few functions of torch cannot differentiate the pass of zeros.
+    """
+
+    at_once: int | None = None  # for how many directions it is best called; None: for as many as their graph may hold
+
+    def __init__(self, outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], vector: float = 0.0) -> None:
+        # nothing without entries changes outputs, and torch cannot differentiate a look-up in a table of no rows twice
+        tensors = {name: p for name, p in parameters.items() if p.numel()}
+        self.vectors = [torch.full_like(out, vector, requires_grad=True) for out in outputs]
+        options: Any = {"create_graph": True, "allow_unused": True}
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(outputs, list(tensors.values()), self.vectors, **options) if tensors else ()
+        named = zip(tensors, slopes, strict=True)
+        self.gradients = {name: g for name, g in named if g is not None and g.requires_grad}
+
+    def __call__(self, directions: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """Changes (c, *output.shape) of each output along directions (c, *shape) of some parameters; None is zero."""
+        along = {name: directions[name].to(g.dtype) for name, g in self.gradients.items() if name in directions}
+        if not along:
+            return [None] * len(self.vectors)
+        return batched_vjp([self.gradients[name] for name in along], self.vectors, list(along.values()))
+
+
 def changes_by_backward_passes(
     outputs: Sequence[Tensor], parameters: Mapping[str, Tensor], directions: Sequence[Mapping[str, Tensor]],
     vector: float = 0.0,
 ) -> list[list[Tensor]]:  # fmt: skip
-    """`output_changes` without a check: what a function's backward pass hides from autograd is lost.
-
-    `vector` fills the vectors that go back: a few functions of torch cannot differentiate the pass of zeros.
-    """
-    # torch cannot differentiate a look-up in a table without rows twice, and nothing without entries changes outputs
-    names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
-    vectors = [torch.full_like(out, vector, requires_grad=True) for out in outputs]
-    options: Any = {"allow_unused": True}
-    with torch.enable_grad():
-        slopes = torch.autograd.grad(outputs, [parameters[k] for k in names], vectors, create_graph=True, **options)
-    gradients = {k: g for k, g in zip(names, slopes, strict=True) if g is not None and g.requires_grad}
-    changes = []
-    for direction in directions:
-        live = [k for k in direction if k in gradients]
-        products: Sequence[Tensor | None] = [None] * len(vectors)
-        if live:
-            along = [direction[k].to(gradients[k].dtype) for k in live]
-            products = torch.autograd.grad([gradients[k] for k in live], vectors, along, retain_graph=True, **options)
-        changes.append([torch.zeros_like(o) if g is None else g for g, o in zip(products, vectors, strict=True)])
-    return changes
+    """`output_changes` without a check; `vector` as of `Linearised`."""
+    moved = {name for direction in directions for name in direction}
+    linearised = Linearised(outputs, {name: parameters[name] for name in sorted(moved)}, vector)
+    each = (linearised({name: d[None] for name, d in direction.items()}) for direction in directions)
+    return [
+        [torch.zeros_like(out) if g is None else g[0] for g, out in zip(changes, outputs, strict=True)]
+        for changes in each
+    ]
 
 
 def are_adjoint(

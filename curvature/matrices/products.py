@@ -256,7 +256,7 @@ def _changes(
     if way is None:
         rows = run.as_seen_by(inject)
         return (lambda part: changes_by_rows(rows, named(part))), run.pass_size
-    return (lambda part: way(named(part))), way.at_once or _through_backward(run)
+    return (lambda part: way(named(part))[0]), way.at_once or _through_backward(run)
 
 
 def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:

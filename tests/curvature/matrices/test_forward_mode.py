@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.attempts import log_once
+from curvature.gradients import Linearised
 from curvature.matrices import passes
-from curvature.matrices.linearised import ForwardMode, Linearised, right_way
+from curvature.matrices.linearised import ForwardMode, right_way
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 
