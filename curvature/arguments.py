@@ -12,11 +12,12 @@ __all__ = ["check_module", "check_whole", "kind_of"]
 
 
 def check_whole(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
-    """Refuse what is no whole number from low to high."""
+    """Refuse what is no whole number (TypeError) from low to high (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected a whole number, found {value!r:.80}")
     if not low <= int(value) <= high:
-        raise ValueError(f"{name}: expected a whole number from {low} to {high}, found {value}")
+        limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name}: expected a whole number {limits}, found {value}")
 
 
 def check_module(model: Any, hint: str = "") -> None:

@@ -203,9 +203,7 @@ class Batch:
     def parts(self, size: int | None, name: str) -> Iterator[tuple[int, slice]]:
         """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn."""
         if size is not None:
-            check_whole(name, size)
-            if size < 1:
-                raise ValueError(f"{name}: expected a number of samples, found {size}")
+            check_whole(name, size, 1)
         size = self.count if size is None else min(size, self.count)
         for turn in range(0, self.count, max(1, size)):
             start = min(turn, self.count - size)

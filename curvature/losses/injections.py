@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from curvature.arguments import check_whole
 from curvature.losses.output_hessian import LinearMap, OutputBatch, OutputCurvature
 from curvature.losses.table import Loss, per_sample_losses
 
@@ -85,7 +86,7 @@ class Injection:
         Raises:
             ValueError: ``size`` is less than 1.
         """
-        _require_size(size)
+        check_whole("size", size, 1)
         k, make = self._vector_source(OutputBatch.of(output, loss, target, None, generator))
         return (make(start, min(start + size, k)).to(output.dtype) for start in range(0, k, size))
 
@@ -114,7 +115,7 @@ class Injection:
             ValueError: as for `vectors`, except that `exact` allows non-convex losses; ``count`` or ``size`` is
                 invalid.
         """
-        _require_size(size)
+        check_whole("size", size, 1)
         k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))
         cast = lambda left, right: (left.to(output.dtype), None if right is None else right.to(output.dtype))
         return (cast(*make(start, min(start + size, k))) for start in range(0, k, size))
@@ -399,8 +400,3 @@ def isotropic(k: int = 1) -> Injection:
 def empirical() -> Injection:
     """One vector, the gradient of l_n at its target: the empirical Fisher. Needs the loss and its target."""
     return Empirical()
-
-
-def _require_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size!r}")

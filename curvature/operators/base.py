@@ -133,9 +133,7 @@ class Operator(ABC):
         """
         if k is None:
             return self._eigenvalues()
-        check_whole("k", k)
-        if not 1 <= k <= self.space.size:
-            raise ValueError(f"a matrix with {self.space.size} rows has no {k} largest eigenvalues")
+        check_whole("k", k, 1, self.space.size)
         return self._largest_eigenvalues(k)
 
     def _decomposed(self) -> Operator:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,14 +52,6 @@ def _student(degrees: int) -> float:
     return 1 + inverse * (1.25 + inverse * (1.531 + inverse * (1.43 + inverse * 0.922)))
 
 
-def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:
-    """Split k products into equal parts; ValueError for less than two each, too few to estimate an error."""
-    check_whole("k", k)
-    if k < 2 * parts:
-        raise ValueError(f"{function.__name__} needs at least {2 * parts} products, found k={k}")
-    return k // parts
-
-
 def xtrace(op: Curvature, k: int, generator: torch.Generator | None = None) -> Estimate:
     """XTrace: each vector samples the complement of the range that all others span (arXiv:2301.07825).
 
@@ -78,7 +69,8 @@ def xtrace(op: Curvature, k: int, generator: torch.Generator | None = None) -> E
     """
     op = as_operator(op)
     size = op.space.size
-    half = min(products_per_part(k, 2, xtrace), size)
+    check_whole("k", k, 4)  # two samples at least, to estimate an error
+    half = min(k // 2, size)
     z = op.space.normal(half, generator)
     image, basis, leaves, image_of_basis = _leave_one_out(op, z)
     core = basis.mT @ image_of_basis
@@ -118,9 +110,7 @@ def xdiag(op: Curvature, k: int, generator: torch.Generator | None = None) -> Es
         ValueError: k is too small.
     """
     op = as_operator(op)
-    check_whole("k", k)
-    if k < 6:  # both samples of two vectors have the same error if the matrix is diagonal
-        raise ValueError(f"xdiag needs at least 6 products, found k={k}")
+    check_whole("k", k, 6)  # both samples of two vectors have the same error if the matrix is diagonal
     if k >= 2 * op.space.size:
         units = torch.eye(op.space.size, dtype=op.space.dtype, device=op.space.device)
         return mean_estimate((op @ units).diagonal()[None])

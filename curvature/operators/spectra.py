@@ -101,9 +101,7 @@ def lanczos_eigenpairs(
         RuntimeError: no convergence within ``max_products``.
     """
     op = as_operator(op)
-    check_whole("k", k)
-    if not 1 <= k <= op.space.size:
-        raise ValueError(f"a matrix with {op.space.size} rows has no {k} largest eigenvalues")
+    check_whole("k", k, 1, op.space.size)
     with op._one_call():
         return largest_eigenpairs(op.__matmul__, op.space.normal(k, generator), rtol, max_products)
 
@@ -170,9 +168,7 @@ def lanczos_logdet(
         ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.
     """
     op = as_operator(op)
-    check_whole("k", k)
-    if k < 2:
-        raise ValueError(f"lanczos_logdet needs at least two starts, found k={k}")
+    check_whole("k", k, 2)
     nodes, weights = _quadrature(op, k, steps, generator)
     logs = damp_eigenvalues(nodes, eigenvalue_rounding(nodes.abs().max()), float(damping), repr(op)).log()
     return mean_estimate(op.space.size * (weights * logs).sum(1))
@@ -180,12 +176,8 @@ def lanczos_logdet(
 
 def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Nodes and weights (vectors, steps) with ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
-    check_whole("vectors", vectors)
-    check_whole("steps", steps)
-    if vectors < 1:
-        raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
-    if steps < 1:
-        raise ValueError(f"stochastic Lanczos quadrature needs at least one step, found {steps}")
+    check_whole("vectors", vectors, 1)
+    check_whole("steps", steps, 1)
     generator = generator or op.space.generator()
     together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
     starts = op.space.normal(vectors, generator).split(together, 1)
@@ -199,9 +191,7 @@ def _lanczos_from_starts(
     op: Operator, k: int, starts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`lanczos` from several starts (P, c): diagonals (c, k), off-diagonals (c, k - 1), bases as rows (c, k, P)."""
-    check_whole("k", k)
-    if k < 1:
-        raise ValueError(f"lanczos needs at least one step, found k={k}")
+    check_whole("k", k, 1)
     norms = starts.norm(dim=0)
     if not (norms > 0).all():
         raise ValueError("lanczos needs a start that is not zero")

@@ -171,9 +171,7 @@ def _by_parameter(
         curvature = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress)
     K = as_operator(curvature)
     if rank is not None:
-        check_whole("query_rank", rank)
-        if rank < 1:
-            raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
+        check_whole("query_rank", rank, 1)
     names = K.space.names
     queries = _terms(model, loss, query, sample_dim, names, False)
     first = next(queries, None)

@@ -103,9 +103,7 @@ def prune(
     """
     K = as_operator(K)
     space, groups = K.space, _groups(K.space, sparsity)
-    check_whole("rounds", rounds)
-    if rounds < 1:
-        raise ValueError(f"rounds: expected at least one, found {rounds}")
+    check_whole("rounds", rounds, 1)
     theta = checked_parameters(space, model)
     damping = usual_damping(K) if damping is None else float(damping)
     kind = lambda block: DenseBlock if isinstance(block, Dense) else QuadraticBlock

@@ -124,7 +124,7 @@ def test_no_two_passes_in_training_mode_share_random_numbers():
         ({"noise": -1.0}, "noise: expected"),
         ({"mask": torch.ones(N)}, r"mask: expected \(7,\) of bool, found \(7,\) of torch.float32"),
         ({"mask": torch.ones(2, dtype=torch.bool)}, r"mask: expected \(7,\) of bool, found \(2,\)"),
-        ({"microbatch": 0}, "microbatch: expected a number of samples, found 0"),
+        ({"microbatch": 0}, "microbatch: expected a whole number of at least 1, found 0"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], text: str):

@@ -361,7 +361,7 @@ def test_chunks_and_memory_that_are_refused() -> None:
     model, x, y = problem()
     right = {name: torch.empty(7, *p.shape) for name, p in model.named_parameters()}
     call = lambda **options: curvature.per_sample_gradients(model, LOSS, x, y, **options)
-    with pytest.raises(ValueError, match="chunk: expected a number of samples, found 0"):
+    with pytest.raises(ValueError, match="chunk: expected a whole number of at least 1, found 0"):
         call(chunk=0)
     with pytest.raises(TypeError, match=r"chunk: expected a whole number, found 1\.5"):
         call(chunk=1.5)

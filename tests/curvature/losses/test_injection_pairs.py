@@ -472,7 +472,7 @@ def test_refusals(inject):
             inject.pairs(output, loss, classes(output), count=count)
         with pytest.raises(ValueError, match=rf"rows for {count} samples.*\(4, 3\)"):
             inject.product(output, loss, classes(output), count=count)
-    with pytest.raises(ValueError, match="size must be at least 1"):
+    with pytest.raises(ValueError, match="size: expected a whole number of at least 1"):
         inject.pairs(output, loss, classes(output), count=2, size=0)
     if inject not in RANDOM[2:]:
         with pytest.raises(ValueError, match="needs the loss"):

@@ -180,7 +180,7 @@ def test_refusals(inject):
     wrong = torch.ones(3, C, dtype=torch.long), torch.tensor(1.0), torch.zeros(0, C), torch.zeros(3, 0), "logits"
     calls = [(lambda given=given: inject.vectors(given, nn.MSELoss(), given), "output must") for given in wrong]
     calls += [(lambda: inject.vectors(output, nn.MSELoss(reduction="none"), output), "reduction='none'")]
-    calls += [(lambda: inject.chunks(output, nn.MSELoss(), size=0), "size must be at least 1")]
+    calls += [(lambda: inject.chunks(output, nn.MSELoss(), size=0), "size: expected a whole number of at least 1")]
     if inject in (exact(), propagated(2), empirical()):
         calls += [(lambda: inject.vectors(output, mixing), "the target.*is missing")]
     if inject != isotropic(2):

@@ -96,7 +96,7 @@ def test_largest_eigenvalues_of_large_matrices(device):
     assert torch.equal(shift.eigenvalues(2), shift.values[:2])
     assert 0 < sum(made) < 6 * size
     for k in (0, -1, size + 1):
-        with pytest.raises(ValueError, match=f"has no {k} largest"):
+        with pytest.raises(ValueError, match=f"k: expected a whole number from 1 to .*, found {k}"):
             op.eigenvalues(k)
     with pytest.raises(TypeError, match=r"k: expected a whole number, found 2\.0"):
         op.eigenvalues(2.0)

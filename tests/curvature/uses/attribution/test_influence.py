@@ -106,7 +106,7 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(part.sum(2), total)
     with pytest.raises(TypeError, match=r"query_rank: expected a whole number, found 1\.5"):
         curvature.influence(model, LOSS, train, query, query_rank=1.5)
-    with pytest.raises(ValueError, match="query_rank: expected a positive number or None, found 0"):
+    with pytest.raises(ValueError, match="query_rank: expected a whole number of at least 1, found 0"):
         curvature.influence(model, LOSS, train, query, whole, query_rank=0)
 
 

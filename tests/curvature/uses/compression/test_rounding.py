@@ -217,7 +217,7 @@ def test_what_cannot_be_pruned_is_refused():
             curvature.prune(K, model, share)
     with pytest.raises(ValueError, match="no weights 1.weight among 0.weight"):
         curvature.prune(K, model, {"1.weight": 0.5})
-    with pytest.raises(ValueError, match="expected at least one, found 0"):
+    with pytest.raises(ValueError, match="rounds: expected a whole number of at least 1, found 0"):
         curvature.prune(K, model, 0.5, rounds=0)
     with pytest.raises(TypeError, match=r"rounds: expected a whole number, found 2\.5"):
         curvature.prune(K, model, 0.5, rounds=2.5)
