@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["check_module", "check_whole", "kind_of"]
+__all__ = ["check_flag", "check_module", "check_range", "check_whole", "kind_of"]
 
 
 def check_whole(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
@@ -18,6 +18,25 @@ def check_whole(name: str, value: Any, low: float = -math.inf, high: float = mat
     if not low <= int(value) <= high:
         limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ValueError(f"{name}: expected a whole number {limits}, found {value}")
+
+
+def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
+    """Refuse what is no number from low to high; a tensor of one entry is one."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    if isinstance(value, bool) or not (is_tensor or isinstance(value, Real)):
+        raise TypeError(f"{name}: expected a number, found {value!r:.80} ({type(value).__name__})")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not low <= value <= high or value == math.inf or (open_end and value == high):
+        is_open = open_end or high == math.inf
+        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
 
 
 def check_module(model: Any, hint: str = "") -> None:

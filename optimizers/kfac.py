@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from curvature.arguments import check_whole
+from curvature.arguments import check_flag, check_whole
 from curvature.losses import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.structures import Choice, Choices
-from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.backward_passes import LayerBackprops

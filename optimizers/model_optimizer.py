@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvature.arguments import check_range
 from curvature.recording import unwrap_compiled
-from optimizers.arguments import check_range
 from optimizers.monitor import Monitor
 
 LOG = logging.getLogger(__name__)
@@ -171,4 +171,15 @@ def check_trained(names: Iterable[str], trained: Mapping[str, Tensor]) -> None:
     if left:
         raise ValueError(
             f"{left[0]} requires a gradient but is in no parameter group of the optimizer; use add_param_group"
+        )
+
+
+def require_one_device(owner: str, trained: Mapping[str, Tensor]) -> None:
+    """Refuse parameters on several devices; names one of each."""
+    name_by_device = {p.device: name for name, p in trained.items()}
+    if len(name_by_device) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in name_by_device.items())
+        raise NotImplementedError(
+            f"{owner}.step: parameters are on several devices ({places}), which several processes do not take; move "
+            "the model of each process to one device, or train it in a single process"
         )

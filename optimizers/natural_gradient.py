@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from curvature.arguments import check_flag
 from curvature.losses import Injection, exact, isotropic
 from curvature.preconditioners import FullCurvature
-from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from curvature.linalg import PRODUCTS, ByDevice, full_precision, stack
 from curvature.operators import Named
-from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, invert
+from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, by_class, in_parts, invert
 from curvature.recording import warn_once
 from optimizers.distributed.processes import Team
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
@@ -132,7 +131,7 @@ class Preconditioner:
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in ours]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(ours, dampings, strict=True) if other == damping]
-            for some in _in_parts(alike, costs, MOST_WORK.at(device)):
+            for some in in_parts(alike, (sum(costs[b.names[0]]) for b in alike), MOST_WORK.at(device)):
                 invert(some, DAMPING_SHARE, damping, sides)
         # 3. those of the others
         workers.exchange(due)
@@ -179,20 +178,6 @@ class Preconditioner:
             self.schedule.note_unknown(self.monitor.steps, [name for layer in self.solver.left for name in layer])
         with full_precision(PRODUCTS):
             return self.solver(vector)
-
-
-def _in_parts(blocks: Sequence[Block], costs: Mapping[str, Sequence[float]], most: float) -> list[list[Block]]:
-    """Blocks one after the other in parts, each of at most so many operations or of one block."""
-    parts: list[list[Block]] = []
-    work = math.inf
-    for block in blocks:
-        cost = sum(costs[block.names[0]])
-        work += cost
-        if work > most:
-            parts.append([])
-            work = cost
-        parts[-1].append(block)
-    return parts
 
 
 # -- vectors of all layers: equal ones together, in few calls and without a copy that could be avoided
@@ -282,9 +267,8 @@ def _kronecker_piece(blocks: Sequence[Any], number: int, at: slice, family: Fami
 
 def solved_by_name(blocks: Sequence[Block], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
     solved: dict[str, Tensor] = {}
-    for kind in dict.fromkeys(type(b) for b in blocks):
-        alike = [b for b in blocks if type(b) is kind]
-        solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
+    for alike in by_class(blocks):
+        solutions = alike[0].solve_all(alike, [[right[name] for name in b.names] for b in alike])
         for block, of_block in zip(alike, solutions, strict=True):
             solved |= zip(block.names, of_block, strict=True)
     return solved

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.arguments import check_range
 from curvature.gradients import Batch, clipped_gradient
 from curvature.losses import resolve
 from curvature.recording import warn_once
-from optimizers.arguments import check_range
 from optimizers.second_order import SecondOrderOptimizer
 
 WEIGHED = (

@@ -26,11 +26,10 @@ from curvature.linalg import by_device
 from curvature.losses import Injection, empirical
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
-from optimizers.arguments import require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed, Team, unwrap_data_parallel
 from optimizers.distributed.sharding import any_sharded, refuse_sharded, to_full, to_local
-from optimizers.model_optimizer import ModelOptimizer, check_numbers
+from optimizers.model_optimizer import ModelOptimizer, check_numbers, require_one_device
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import LossBackprops, Passes
 from optimizers.recording.recorder import Recorder, Scaling, weakly

@@ -5,7 +5,15 @@ In: recorded passes of a training loop. Out: ``(M + damping I)^-1 g`` for gradie
 ``1/2 ||r||^2``.
 """
 
-from curvature.preconditioners.block import BatchFacts, Block, CurvatureStatistics, SquaredChange, invert
+from curvature.preconditioners.block import (
+    BatchFacts,
+    Block,
+    CurvatureStatistics,
+    SquaredChange,
+    by_class,
+    in_parts,
+    invert,
+)
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
@@ -14,6 +22,6 @@ from curvature.preconditioners.residual_blocks import ResidualBlock, residual_bl
 
 __all__ = [
     "BatchFacts", "Block", "BlockDiagonalCurvature", "CurvatureStatistics", "CurvatureStore", "FullCurvature",
-    "KroneckerBlock", "LeastSquares", "ResidualBlock", "SquaredChange", "invert", "residual_blocks",
-    "residual_inverses",
+    "KroneckerBlock", "LeastSquares", "ResidualBlock", "SquaredChange", "by_class", "in_parts", "invert",
+    "residual_blocks", "residual_inverses",
 ]  # fmt: skip

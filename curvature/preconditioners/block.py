@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from curvature.terms import Term
 
 Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
 TermsByName = Mapping[str, Sequence[Term]]  # of one vector
+Kind = TypeVar("Kind", bound="Block")
 
 OUTLIER_FACTOR = 1e3  # ratio of a trace to that of the running average
 
@@ -108,12 +109,21 @@ class Block:
         statistics.load_sums(sums)
         return statistics
 
-    @staticmethod
-    def means_all(blocks: Sequence[Any], statistics: Sequence[Any]) -> list[tuple[Any, MeanFacts] | None]:
+    scale_all: Callable[..., Sequence[Any]]  # the matrices of several statistics, each times a number
+
+    @classmethod
+    def means_all(cls, blocks: Sequence[Any], statistics: Sequence[Any]) -> list[tuple[Any, MeanFacts] | None]:
         """Of several leaves of this class the matrices of their statistics, means over samples, and their facts.
 
         None for a leaf without matrices.
         """
+        known = [k for k, of_block in enumerate(statistics) if of_block.counts[0] and of_block.tensors]
+        means = cls.scale_all([statistics[k] for k in known], [1 / statistics[k].counts[0] for k in known])
+        facts = {k: (mean, blocks[k].facts(statistics[k], mean)) for k, mean in zip(known, means, strict=True)}
+        return [facts.get(k) for k in range(len(blocks))]
+
+    def facts(self, statistics: Any, means: Any) -> MeanFacts:
+        """Of statistics and their means, for `means_all`."""
         raise NotImplementedError
 
     @staticmethod
@@ -249,6 +259,24 @@ def group(forms: Sequence[Any]) -> list[list[int]]:
     return list(places.values())
 
 
+def by_class(blocks: Sequence[Kind]) -> list[list[Kind]]:
+    """Blocks of one class together."""
+    return [[blocks[k] for k in places] for places in group([type(block) for block in blocks])]
+
+
+def in_parts(blocks: Iterable[Kind], sizes: Iterable[float], most: float) -> list[list[Kind]]:
+    """Blocks one after the other in parts, each of at most so much together or of one block."""
+    parts: list[list[Kind]] = []
+    held = math.inf
+    for block, size in zip(blocks, sizes, strict=True):
+        held += size
+        if held > most:
+            parts.append([])
+            held = size
+        parts[-1].append(block)
+    return parts
+
+
 def debiased_weight(decay: float, updates: int) -> float:
     """Of the next statistics in a debiased running average after so many updates."""
     return (1 - decay) / (1 - decay ** (updates + 1))
@@ -280,8 +308,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     """
     seen = [leaf for block in blocks for leaf in block.leaves if leaf.updates]
     with full_precision():
-        for places in group([type(b) for b in seen]):
-            alike = [seen[k] for k in places]
+        for alike in by_class(seen):
             failed: list[Block] = []
             if not _succeeds(alike, share, damping, due):
                 failed = [b for b in alike if len(alike) == 1 or not _succeeds([b], share, damping, due)]

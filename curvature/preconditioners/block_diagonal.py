@@ -26,7 +26,9 @@ from curvature.preconditioners.block import (
     CurvatureStatistics,
     MeanFacts,
     SquaredChange,
+    by_class,
     group,
+    in_parts,
     relative_changes,
 )
 from curvature.preconditioners.eigen import EigenBlock
@@ -344,15 +346,15 @@ class BlockDiagonalCurvature(CurvatureStore):
         # 1. means over samples, of each leaf that was measured
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         means: dict[Block, tuple[Any, MeanFacts]] = {}
-        for alike in _by_class(leaves):
+        for alike in by_class(leaves):
             every = alike[0].means_all(alike, [statistics.blocks[leaf.names[0]] for leaf in alike])
             means |= {leaf: mean for leaf, mean in zip(alike, every, strict=True) if mean is not None}
         # 2. read what has to be finite
         weights = _finite_weights({leaf: facts for leaf, (_, facts) in means.items()}, decay)
         moved: dict[Block, int] = {}  # by how many of the drifts
         drifts: list[Tensor] = []
-        parts = (part for alike in _by_class(list(weights)) for part in _in_parts(alike, means))
-        for alike in parts:  # two averages of each are in memory no longer than that
+        # two averages of each are in memory no longer than for a part
+        for alike in (part for leaves in by_class(list(weights)) for part in _in_parts(leaves, means)):
             # 3. average
             of_leaves = [weights[leaf] for leaf in alike]
             averages = alike[0].averages_all(alike, [means[leaf][0] for leaf in alike], of_leaves)
@@ -366,21 +368,11 @@ class BlockDiagonalCurvature(CurvatureStore):
             leaf.drift = drift
 
 
-def _by_class(leaves: Sequence[Block]) -> list[list[Block]]:
-    return [[leaves[k] for k in places] for places in group([type(leaf) for leaf in leaves])]
-
-
-def _in_parts(leaves: Sequence[Block], means: Mapping[Block, tuple[Any, MeanFacts]]) -> Iterator[list[Block]]:
+def _in_parts(leaves: Sequence[Block], means: Mapping[Block, tuple[Any, MeanFacts]]) -> list[list[Block]]:
     """Leaves of so few entries that two averages of each fit in memory, or one."""
-    part, entries = list[Block](), 0
-    for leaf in leaves:
-        traces = means[leaf][1].traces
-        entries += sum(sum(x.numel() for x in parts) ** 2 for parts in traces)
-        if part and entries > MOST_COMPARED.at(traces[0][0].device):
-            yield part
-            part, entries = [], 0
-        part.append(leaf)
-    yield part
+    traces = [means[leaf][1].traces for leaf in leaves]
+    entries = (sum(sum(x.numel() for x in parts) ** 2 for parts in of_leaf) for of_leaf in traces)
+    return in_parts(leaves, entries, MOST_COMPARED.at(traces[0][0][0].device))
 
 
 def _finite_weights(facts: Mapping[Block, MeanFacts], decay: float) -> dict[Block, float]:

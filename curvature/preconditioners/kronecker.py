@@ -44,6 +44,7 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
+    scale_all = staticmethod(factors_of)
     state_fields: tuple[str, ...] = ("row_side", "column_side", "sparsity", "tried", "unseen", "inverse")
     layout_fields = ("scheme",)
     sparsity = (0.0, 0.0)  # one over the number of rows that the average of each side rests on
@@ -154,13 +155,6 @@ class KroneckerBlock(Block):
     def load_results(self, results: Mapping[str, Any]) -> None:
         super().load_results(results)
         self._load_inverse(results["inverse"])
-
-    @staticmethod
-    def means_all(blocks: Sequence[Any], statistics: Sequence[Any]) -> list[tuple[kronecker.Product, MeanFacts] | None]:
-        known = [k for k, of_block in enumerate(statistics) if of_block.counts[0] and of_block.tensors]
-        means = factors_of([statistics[k] for k in known], [1 / statistics[k].counts[0] for k in known])
-        facts = {k: (mean, blocks[k].facts(statistics[k], mean)) for k, mean in zip(known, means, strict=True)}
-        return [facts.get(k) for k in range(len(blocks))]
 
     def facts(self, statistics: Any, means: kronecker.Product) -> MeanFacts:
         return MeanFacts([side.diagonal_parts() for side in means])

@@ -40,6 +40,7 @@ class StructureBlock(Block):
     damping = 0.0  # of that
     sparsity = 0.0  # one over the number of rows that the average rests on
     has_correlations = True
+    scale_all = staticmethod(scale_structures)
 
     def __init__(
         self, form: type[Structure], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, reason: str = ""
@@ -56,25 +57,12 @@ class StructureBlock(Block):
     def empty(self, device: torch.device) -> Structure:
         return self.kind(self.space(device))
 
-    @staticmethod
-    def means_all(blocks: Sequence[Any], statistics: Sequence[Structure]) -> list[tuple[Structure, MeanFacts] | None]:
-        known = [k for k, of_block in enumerate(statistics) if of_block.counts[0] and of_block.tensors]
-        means = scale_structures([statistics[k] for k in known], [1 / statistics[k].counts[0] for k in known])
-        facts = {k: (mean, blocks[k].facts(mean)) for k, mean in zip(known, means, strict=True)}
-        return [facts.get(k) for k in range(len(blocks))]
-
-    def facts(self, mean: Structure) -> MeanFacts:
-        return MeanFacts([[mean.trace()]])
+    def facts(self, statistics: Structure, means: Structure) -> MeanFacts:
+        return MeanFacts([[means.trace()]])
 
     @staticmethod
     def averages_all(blocks: Sequence[Any], means: Sequence[Structure], weights: Sequence[float]) -> list[Structure]:
-        averages = list(means)  # without an old one the new one
-        for weight in dict.fromkeys(weights):
-            alike = [k for k, other in enumerate(weights) if other == weight and blocks[k].average is not None]
-            before = [blocks[k].average for k in alike]
-            for k, average in zip(alike, average_structures([means[k] for k in alike], before, weight), strict=True):
-                averages[k] = average
-        return averages
+        return average_structures(means, [block.average for block in blocks], weights)
 
     def update(
         self, statistics: Structure, averages: Structure, decay: float, weight: float
@@ -168,8 +156,8 @@ class DiagonalBlock(StructureBlock):
         assert self.average is not None
         return self.average.tensors[self.names[0]]
 
-    def facts(self, mean: Structure) -> MeanFacts:
-        return MeanFacts([list(mean.tensors.values())])
+    def facts(self, statistics: Structure, means: Structure) -> MeanFacts:
+        return MeanFacts([list(means.tensors.values())])
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:

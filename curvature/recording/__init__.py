@@ -13,7 +13,6 @@ from curvature.recording.autograd_graph import (
     require_exact_derivatives,
     tape_from_graph,
 )
-from curvature.recording.facts import facts_of
 from curvature.recording.listener import Listener, capture
 from curvature.recording.model_call import (
     FunctionModel,
@@ -22,6 +21,7 @@ from curvature.recording.model_call import (
     as_arguments,
     call_model,
     call_with,
+    facts_of,
     force_eager,
     fresh_random_numbers,
     in_turn,

@@ -1,4 +1,6 @@
-"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was."""
+"""A model as it was handed in: which parameters count, how it is called, its state, which stays as it was, and what was
+verified of it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -408,6 +411,26 @@ def moved(moves: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     finally:
         for p, before, _ in kept:
             p.data.copy_(before)
+
+
+@dataclass
+class Facts:
+    """What was verified of a model, or another function, at one shape of its inputs."""
+
+    plans: dict[Any, Any] = field(default_factory=dict)  # how parameters are explained, by what a pass calls
+    verdicts: Any = None  # whether samples meet
+    losses: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # those checked, their settings
+    is_compared: bool = False  # whether samples run alone have given the same values, before a Laplacian
+
+
+FACTS: WeakKeyDictionary[Any, dict[Any, Facts]] = (
+    WeakKeyDictionary()
+)  # while models exist: the one cache of the package
+
+
+def facts_of(model: Any, key: Any) -> Facts:
+    """What is known, to read and to add to."""
+    return FACTS.setdefault(model, {}).setdefault(key, Facts())
 
 
 class FunctionModel(nn.Module):

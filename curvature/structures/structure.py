@@ -210,12 +210,6 @@ class Structure(Accumulator):
     def result(self, scale: float) -> Operator:
         return self.scaled(scale).operator()
 
-    def averaged(self: Kind, old: Kind | None, weight: float) -> Kind:
-        """``(1 - weight) old + weight self``; without an old one this one."""
-        if old is None:
-            return self
-        return type(self)(self.space, {name: old.tensors[name].lerp(x, weight) for name, x in self.tensors.items()})
-
     def flat(self) -> Tensor:
         """All numbers, one after the other: to compare two."""
         every = [x.flatten() for x in self.tensors.values()]
@@ -235,25 +229,27 @@ FORMS: dict[str, type[Structure]] = {}  # by name
 
 
 def scale_structures(structures: Sequence[Kind], factors: Sequence[float]) -> list[Kind]:
-    """`Structure.scaled` of each, all numbers in one call."""
-    if not all(type(structure).scaled is Structure.scaled for structure in structures):
-        return [structure.scaled(factor) for structure, factor in zip(structures, factors, strict=True)]
-    pairs = zip(structures, factors, strict=True)
-    each = [(x, factor) for structure, factor in pairs for x in structure.tensors.values()]
-    scaled = iter(torch._foreach_mul([x for x, _ in each], [factor for _, factor in each]) if each else ())
+    """Each times a number, all in one call."""
+    each = [(x, by) for structure, by in zip(structures, factors, strict=True) for x in structure.tensors.values()]
+    scaled = iter(torch._foreach_mul([x for x, _ in each], [by for _, by in each]) if each else ())
     made = [copy.copy(structure) for structure in structures]
     for structure in made:
         structure.tensors = {name: next(scaled) for name in structure.tensors}
     return made
 
 
-def average_structures(structures: Sequence[Kind], before: Sequence[Kind], weight: float) -> list[Kind]:
-    """`Structure.averaged` of each with one before it, all numbers in one call."""
-    if not all(type(structure).averaged is Structure.averaged for structure in structures):
-        return [structure.averaged(old, weight) for structure, old in zip(structures, before, strict=True)]
-    pairs = [(old.tensors[n], x) for new, old in zip(structures, before, strict=True) for n, x in new.tensors.items()]
-    averages = iter(torch._foreach_lerp([x for x, _ in pairs], [x for _, x in pairs], weight) if pairs else ())
-    return [type(new)(new.space, {name: next(averages) for name in new.tensors}) for new in structures]
+def average_structures(
+    structures: Sequence[Kind], before: Sequence[Kind | None], weights: Sequence[float]
+) -> list[Kind]:
+    """``(1 - weight) old + weight new`` of each, all in one call; without an old one the new one."""
+    each = list(zip(structures, before, weights, strict=True))
+    pairs = [(old.tensors[k], x, by) for new, old, by in each if old is not None for k, x in new.tensors.items()]
+    olds, news, shares = [x for x, _, _ in pairs], [x for _, x, _ in pairs], [by for *_, by in pairs]
+    averages = iter(torch._foreach_lerp(olds, news, shares) if pairs else ())
+    return [
+        new if old is None else type(new)(new.space, {name: next(averages) for name in new.tensors})
+        for new, old, _ in each
+    ]
 
 
 def shrinkage(size: int, sparsity: float) -> float:

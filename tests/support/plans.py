@@ -3,7 +3,7 @@
 from torch import nn
 
 from curvature.gradients.plans import Plan
-from curvature.recording.facts import FACTS
+from curvature.recording.model_call import FACTS
 
 
 def plans_of(model: nn.Module) -> list[Plan]:

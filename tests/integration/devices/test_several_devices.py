@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.arguments import require_one_device
+from optimizers.model_optimizer import require_one_device
 from support.cases.case import seeded
 from support.cases.several_devices import Split, ThereAndBack, Tied, data, loss_at_target
 from support.plans import plans_of
