@@ -9,6 +9,6 @@ from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported
 from curvature.layers.normalisation import uses_running_statistics
 
 __all__ = [
-    "Layout", "RULES", "RecordedCall", "Rule", "Unsupported", "convolution", "elementwise", "embedding",
+    "Layout", "RULES", "RecordedCall", "Rule", "Unsupported", "elementwise", "embedding",
     "matrix_products", "normalisation", "register", "uses_running_statistics",
 ]  # fmt: skip

@@ -77,7 +77,7 @@ def add_up(
                 accumulator.add(chunk)
 
     passes.each(visit)
-    if passes.is_sum:
+    if passes.masses.is_sum:
         return 1.0
     require_terms(total)
     return 1 / total

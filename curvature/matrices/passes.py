@@ -131,11 +131,6 @@ class DataSource:
         with recording.preserve_state(self.model, tuple(self.parameters or ())) as state, sdpa_kernel(SDPBackend.MATH):
             yield state
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether the loss is a sum over samples, not a mean; of a callable, once a batch has told."""
-        return self.masses.is_sum
-
 
 class NotFewRows(Exception):
     """There are more rows than asked for, or the matrix is no sum of squares of known rows."""

@@ -46,7 +46,7 @@ class Repeated:
     proved: Proved = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.state = self._state()
+        self.state, self.masses = self._state(), self.source.masses
         self.kept: list[BatchProduct] | None = None  # of all batches, once there are; None: `times` keeps nothing
         self.kept_for: dict[str, Any] = {}
         self.size: float | None = None  # of the outputs of the last pass over a single batch
@@ -116,10 +116,6 @@ class Repeated:
         if not math.isclose(size(again), self.size, rel_tol=SAME):
             raise ValueError(UNSTEADY)
 
-    @property
-    def is_sum(self) -> bool:
-        return self.source.is_sum
-
     @in_turn()
     def times(self, prepare: Prepare, matrix: Tensor) -> Tensor:
         """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight."""
@@ -149,7 +145,7 @@ class Repeated:
             self.each(visit)
             if len(made) == len(weights):
                 self.kept, self.kept_for = made, self._surroundings()
-        if self.is_sum or self.is_single and weights[0]:
+        if self.masses.is_sum or self.is_single and weights[0]:
             return total.T
         require_terms(sum(weights))
         return total.div_(sum(weights)).T
@@ -212,7 +208,7 @@ def through_outputs(
     output, loss, target = run.samples_first()
     weights = run.weights(inject)
     weight = weights.sum()
-    shares = weights / weight if is_single and not passes.is_sum else weights
+    shares = weights / weight if is_single and not passes.masses.is_sum else weights
     rows = run.by_row(shares)
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
