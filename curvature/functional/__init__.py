@@ -10,11 +10,11 @@ and `TwiceDifferentiable` bags of embeddings, too; in `ContiguousNorms` batch no
 from curvature.functional.contexts import ContiguousNorms, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples, chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.graph import graph_nodes, is_of_the_user, own_functions, require_second_derivatives
-from curvature.functional.plain_forms import PLAIN_FORMS, is_checkpointed, plain_form, traceable_body
+from curvature.functional.plain_forms import PLAIN_FORMS, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
     "ContiguousNorms", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "PLAIN_FORMS",
-    "RECURRENT", "TwiceDifferentiable", "chosen_rows", "flat_bags", "graph_nodes", "is_checkpointed", "is_of_the_user",
+    "RECURRENT", "TwiceDifferentiable", "chosen_rows", "flat_bags", "graph_nodes", "is_of_the_user",
     "own_functions", "plain_form", "require_second_derivatives", "traceable_body", "weights_in_bags",
 ]  # fmt: skip

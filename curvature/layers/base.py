@@ -37,11 +37,10 @@ class Layout(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """One recorded call: its arguments by name, the shape of its output, and the rule's `statistics` of it."""
+    """One recorded call: its arguments by name, and the shape of its output."""
 
     args: dict[str, Any]
     shape: tuple[int, ...]
-    statistics: tuple[Tensor, ...] = ()
 
 
 class Rule:
@@ -62,10 +61,6 @@ class Rule:
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the data as they are before the call."""
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)
-
-    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
-        """What autograd has saved of the call with this output that saves `term` work; empty where it has nothing."""
-        return ()
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.functional import is_checkpointed
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
 from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
@@ -20,14 +19,6 @@ class _ScaleShift(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
     first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
-    kernel = ""  # the node of torch's kernel that saves means and inverse deviations
-
-    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Means and inverse deviations that the kernel has saved, by which `normalize` takes a quarter of its time."""
-        node: Any = out.grad_fn
-        if type(node).__name__ != self.kernel or is_checkpointed() or torch._C._are_functorch_transforms_active():
-            return ()
-        return node._saved_result1.detach(), node._saved_result2.detach()
 
     def normalize(self, call: RecordedCall) -> Tensor:
         """The normalized input, before scale and shift."""
@@ -62,13 +53,9 @@ class LayerNormRule(_ScaleShift):
     functions = (F.layer_norm,)
     signature = ("input", "normalized_shape", "weight", "bias", "eps")
     first_axis = None
-    kernel = "NativeLayerNormBackward0"
 
     def normalize(self, call: RecordedCall) -> Tensor:
         args = call.args
-        if call.statistics:
-            mean, scale = call.statistics
-            return args["input"].sub(mean).mul_(scale)
         return F.layer_norm(args["input"], args["normalized_shape"], eps=args.get("eps", 1e-5))
 
 
@@ -86,14 +73,10 @@ class RMSNormRule(_ScaleShift):
 class GroupNormRule(_ScaleShift):
     functions = (F.group_norm,)
     signature = ("input", "num_groups", "weight", "bias", "eps")
-    kernel = "NativeGroupNormBackward0"
 
     def normalize(self, call: RecordedCall) -> Tensor:
-        x, groups = call.args["input"], call.args["num_groups"]
-        if call.statistics:
-            mean, scale = (each.view(len(x), groups, 1) for each in call.statistics)
-            return x.reshape(len(x), groups, -1).sub(mean).mul_(scale).view(x.shape)
-        return F.group_norm(x, groups, eps=call.args.get("eps", 1e-5))
+        args = call.args
+        return F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))
 
 
 class _RunningNorm(_ScaleShift):

@@ -15,7 +15,6 @@ LOW_RANK_MIN_SIZE = ByDevice(256, 4096)  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
 KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of the rest
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
-WIDTH_STEP = 16  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 9/8 of those needed last time
 FIRST_DIRECTIONS = 128  # searched the first time: of few rows, which are damped much, no more stand out
 
@@ -49,7 +48,8 @@ def low_rank_inverses(
         most: directions to search without a start; where they do not suffice, up to a third of all are.
     """
     projections = _projections(makes, starts, most)
-    pairs = _eigenpairs([x.inner for x in projections])
+    # descending, as the largest are kept
+    pairs = [(values.flip(0), turn.flip(1)) for values, turn in psd_eighs([x.inner for x in projections])]
     each = zip(projections, dampings, pairs, strict=True)
     kept = [_choose_rank(x, damping, values) for x, damping, (values, _) in each]
     ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
@@ -91,29 +91,6 @@ def _project(matrix: Tensor, start: Tensor | None, most: int, orthonormal: Ortho
         ok = ok & again
     inner = matmul(basis.mT, matmul(matrix, basis))
     return Projection(basis, inner, widen(matrix.diagonal()).sum(), widen(matrix.square().sum())), ok
-
-
-def _eigenpairs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Eigenvalues, descending, and eigenvectors of each. Those of about one size are decomposed together."""
-    sizes = [-(-len(x) // WIDTH_STEP) * WIDTH_STEP for x in matrices]
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
-    # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
-    padded = {
-        size: torch.stack([_pad(x, size) for x, width in zip(matrices, sizes, strict=True) if width == size])
-        for size in dict.fromkeys(sizes)
-    }
-    for size, (values, turns) in zip(padded, psd_eighs(list(padded.values())), strict=True):
-        alike = [k for k, width in enumerate(sizes) if width == size]
-        for k, eigenvalues, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
-            width = len(matrices[k])
-            pairs[k] = eigenvalues[:width], turn[:width, :width]
-    return [pairs[k] for k in range(len(matrices))]
-
-
-def _pad(x: Tensor, size: int) -> Tensor:
-    whole = torch.diag_embed(x.new_full((size,), -1.0))
-    whole[: len(x), : len(x)] = x
-    return whole
 
 
 def _choose_rank(projection: Projection, damping: float, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -445,7 +445,7 @@ class RecordingMode(TorchFunctionMode):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
             is_whole = len(outs) == 1 and len(used) <= len({*map(id, slots.values())})
             if rule is not None and is_whole and all(k in rule.parameters for k in slots):
-                call = RecordedCall(saved, tuple(outs[0].shape), rule.statistics(outs[0]))
+                call = RecordedCall(saved, tuple(outs[0].shape))
                 known = {"edge": _edge_of(outs[0], tensors), "versions": versions, "follows_graph": follows_graph}
                 use = add_use(self.tape, func, slots, rule, call, **known)
             else:

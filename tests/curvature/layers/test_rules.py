@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import curvature
 from curvature.layers import RULES
-from curvature.recording import capture
 from support.cases.catalogue import CASES
 from support.oracles import brute_force as oracle
 from support.plans import plans_of
@@ -63,37 +61,3 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, right in expected.items():
         torch.testing.assert_close(found[name], right, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", ["layer_norm_places", "group_norm_places"])
-def test_norms_are_normalized_by_what_autograd_has_saved(name: str, device: str) -> None:
-    model, _ = BY_ID[name].build(device)
-    x, _ = BY_ID[name].batch(model)
-    with capture(model) as tape:
-        oracle.forward(model, x)
-    (call,) = (use.call for use in tape.uses if use.call is not None and "Norm" in type(use.rule).__name__)
-    rule = next(use.rule for use in tape.uses if use.call is call)
-    assert len(call.statistics) == 2
-    torch.testing.assert_close(rule.normalize(call), rule.normalize(call._replace(statistics=())))
-
-
-def test_what_a_checkpoint_saves_is_not_looked_at(device: str) -> None:
-    """To look at it would run the function once more."""
-    calls = []
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(3)
-
-        def run(self, x: Tensor) -> Tensor:
-            calls.append(len(x))
-            return self.norm(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.run, x, use_reentrant=False)
-
-    model = Checkpointed().to(device)
-    with capture(model) as tape:
-        model(torch.randn(2, 3, device=device))
-    assert len(calls) == 1 and tape.uses[0].call.statistics == ()
