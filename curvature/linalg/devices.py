@@ -91,9 +91,9 @@ def to_host(tensors: Nest) -> Nest:
     away = [x for x in leaves if x.device.type != "cpu"]
     # whole numbers alone are changed before they meet others; cat promotes the rest
     flat = [(x if x.is_floating_point() or x.dtype == torch.bool else widen(x)).reshape(-1) for x in away]
-    whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu() if away else torch.empty(0, device="cpu")
+    whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu().double() if away else torch.empty(0, device="cpu")
     parts = iter(whole.split([x.numel() for x in away]))
-    here = [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in leaves]
+    here = [x.double() if x.device.type == "cpu" else next(parts).view(x.shape) for x in leaves]
     return cast("Nest", pytree.tree_unflatten(here, form))
 
 
