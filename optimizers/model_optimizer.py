@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import math
@@ -28,6 +29,7 @@ OPTIONAL = "damping", "momentum", "weight_decay"  # may be None
 ELSEWHERE = {  # arguments of torch's optimizers, and what has their place here
     "betas": "see momentum", "nesterov": "see momentum", "dampening": "see momentum", "eps": "see damping",
     "params": "pass the model", "alpha": "see factor_decay", "etas": "step sizes are found", "rho": "see momentum",
+    "learning_rate": "see lr",
 } | dict.fromkeys(
     ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "centered",
      "lr_decay", "momentum_decay", "step_sizes", "initial_accumulator_value"), "leave it out",
@@ -38,10 +40,18 @@ class ModelOptimizer(torch.optim.Optimizer):
     """Trains all parameters of a model that require a gradient; frozen ones are taken too, for they may be thawed."""
 
     def __new__(cls: type[Made], *args: Any, **options: Any) -> Made:
-        """Refuse arguments of torch's optimizers, saying what has their place."""
-        known = inspect.signature(cls.__init__).parameters
-        for name in options.keys() & ELSEWHERE.keys() - known.keys():
-            raise TypeError(f"{name}: {cls.__name__} has no {name}: {ELSEWHERE[name]}")
+        """Refuse arguments that there are not, in the name of this class, saying what has the place of torch's."""
+        signature = inspect.signature(cls.__init__)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        for name in options.keys() - signature.parameters.keys():
+            if takes_any and name not in ELSEWHERE:
+                continue
+            near = difflib.get_close_matches(name, signature.parameters, n=1) or [f"help({cls.__name__})"]
+            raise TypeError(f"{name}: {cls.__name__} has no {name}: {ELSEWHERE.get(name, f'see {near[0]}')}")
+        try:
+            signature.bind(None, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}") from None
         return super().__new__(cls)
 
     def __init__(self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]] = ()) -> None:

@@ -285,11 +285,20 @@ def require_classes_first(loss: Loss, output: Any, y: Any) -> None:
         return
     if (len(output), *output.shape[2:]) != y.shape:
         raise ValueError(
-            f"loss: the output {tuple(output.shape)} has its classes on the last axis, and {type(loss).__name__} takes "
-            f"them from axis 1 beside labels {tuple(y.shape)}; pass "
-            "lambda output, y: torch.nn.functional.cross_entropy(output.movedim(-1, 1), y) or, for sampled(), which "
-            "takes torch's own losses only, a module that returns model(x).movedim(-1, 1)"
+            f"loss: classes are on the last axis of the output {tuple(output.shape)}, beside labels {tuple(y.shape)}, "
+            f"and {type(loss).__name__} takes them from axis 1: pass {_over_places(loss, y.ndim)} or, for sampled(), "
+            "which takes torch's own losses only, a module that returns model(x).movedim(-1, 1)"
         )
+
+
+def _over_places(loss: nn.CrossEntropyLoss | nn.NLLLoss, axes: int) -> str:
+    """The code of the same loss for classes on the last axis, behind that many axes of samples and places."""
+    function = "cross_entropy" if isinstance(loss, nn.CrossEntropyLoss) else "nll_loss"
+    options = "" if loss.weight is None else ", weight=weight"
+    usual = {"ignore_index": -100, "label_smoothing": 0.0, "reduction": "mean"}
+    given = {name: getattr(loss, name, value) for name, value in usual.items()}
+    options += "".join(f", {name}={value!r}" for name, value in given.items() if value != usual[name])
+    return f"lambda o, t: F.{function}(o.flatten(0, {axes - 1}), t.flatten(){options})"
 
 
 def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:

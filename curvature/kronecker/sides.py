@@ -389,12 +389,15 @@ def storage_of(
     return PackedSide.name if is_packed else DenseSide.name
 
 
-def scale_all(sides: Sequence[Side], factors: Sequence[float | Tensor]) -> list[Side]:
-    """`Side.scaled` of each, of those that are scaled by plain numbers in one call."""
+def scale_all(sides: Sequence[Side], factors: Sequence[float | Tensor], in_place: bool = False) -> list[Side]:
+    """`Side.scaled` of each, of those that are scaled by plain numbers in one call, which may be `in_place`."""
     is_plain = lambda x, by: isinstance(by, float) and type(x).scaled is Side.scaled
     each: list[tuple[Side, Any]] = list(zip(sides, factors, strict=True))
     plain = [(x.entries, by) for x, by in each if is_plain(x, by)]
-    scaled = iter(torch._foreach_mul([x for x, _ in plain], [by for _, by in plain]) if plain else ())
+    entries, plain_factors = [x for x, _ in plain], [by for _, by in plain]
+    if in_place and plain:
+        torch._foreach_mul_(entries, plain_factors)
+    scaled = iter(torch._foreach_mul(entries, plain_factors) if plain and not in_place else entries)
     return [x.with_entries(next(scaled)) if is_plain(x, by) else x.scaled(by) for x, by in each]
 
 

@@ -292,12 +292,17 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
         require_repeats(run.batch.loss, run.output, run.batch.y)
     require_second_derivatives(value, "the Hessian", f"; {NEEDS_NONE}")
     put, step, weight = through_gradient(run, is_single)
-    parameters, along, probe = run.batch.parameters, random_directions(run.batch, 1), run.batch.probe(run.output)
+    is_known = False  # of a kept graph the first product says it
 
     def put_or_explain(part: Tensor, out: Tensor, add: bool) -> None:
+        nonlocal is_known
         try:
             put(part, out, add)
-            probed = [probe.loss_of(run.output)]  # the model alone; at a minimum the loss has nothing but rounding
+            if is_known:
+                return
+            parameters, along = run.batch.parameters, random_directions(run.batch, 1)
+            # the model alone; at a minimum the loss has nothing but rounding
+            probed = [run.batch.probe(run.output).loss_of(run.output)]
             changes = changes_by_backward_passes(probed, parameters, along, 1.0)
         except torch.OutOfMemoryError:
             raise
@@ -309,6 +314,7 @@ def through_complete_gradient(run: RecordedBatch, is_single: bool) -> BatchProdu
                 "torch loses a part of the Hessian: a hook of the model, or a function that says twice_differentiable, "
                 f"detaches the gradient that it gets; {NEEDS_NONE}"
             )
+        is_known = True
 
     return put_or_explain, step, weight
 

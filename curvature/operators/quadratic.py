@@ -83,6 +83,12 @@ def flat_parameters(space: Space, parameters: Parameters) -> Tensor:
     """The parameters of a space, as a flat vector; a compiled model has those of the model within."""
     pairs = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters.items()
     named = {name.removeprefix("_orig_mod."): p for name, p in pairs}
+    if missing := [name for name in space.names if name not in named]:
+        some = ", ".join(list(named)[:5]) or "none"
+        raise KeyError(
+            f"the curvature is of {', '.join(missing)}, which the model does not have (but {some}); give the curvature "
+            "of this model, by the names of its named_parameters()"
+        )
     return space.flatten({name: named[name] for name in space.names if name in named})
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.arguments import check_module
-from curvature.recording.model_call import force_eager, trained_parameters, unwrap_compiled
+from curvature.recording.model_call import OURS, force_eager, trained_parameters, unwrap_compiled
 from curvature.recording.tape import RecordingMode, Tape, tensors_in
 
 NO_CONTEXTS = ExitStack()
@@ -140,7 +140,7 @@ class Listener:
             self.done(recorder.tape, output)
 
     def _listens_to(self, module: nn.Module) -> bool:
-        return hasattr(self, "model") and (module is self.model() or module in self.submodules)
+        return not OURS.get() and hasattr(self, "model") and (module is self.model() or module in self.submodules)
 
     def _note_call(self, name: str, inputs: list[Tensor]) -> None:
         """If a submodule continues with what another has returned, neither output is the model's."""

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
@@ -32,6 +33,8 @@ from curvature.arguments import check_module
 from curvature.functional import ContiguousNorms
 
 TURNS = RLock()
+# How many calls of ours go on in this thread: hooks of optimizers take no notice of the passes of a builder.
+OURS = ContextVar("OURS", default=0)
 ORDER = " (the order is model, loss, data)"
 REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
 GRAPH_IS_FREED = "through the graph a second time"  # in the words of torch
@@ -354,6 +357,7 @@ def _current_stance() -> Any:
 def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers, attributes that are tensors and
     random state, come what may. Of the parameters only the `trained` ones require a gradient inside (None: as outside).
+    No `Listener` hears the passes inside.
     """
     with in_turn():
         state = ModelState(model)
@@ -362,6 +366,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
         # inside `parametrize.cached()` all passes would share the graph of the weights, and others' parameters
         cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
+        OURS.set(OURS.get() + 1)
         try:
             for p, required in changed:
                 p.requires_grad_(required)
@@ -376,6 +381,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
                 "has freed: let every pass compute it anew (a forward pre-hook can empty a cache)"
             ) from error
         finally:
+            OURS.set(OURS.get() - 1)
             parametrize._cache_enabled = cached
             for p, required in changed:
                 p.requires_grad_(not required)

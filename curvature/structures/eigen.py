@@ -79,6 +79,9 @@ class EigenStructure(KroneckerStructure):
             return self.tensors["values"]
         return torch.zeros(self.scheme.arrangement.sides, dtype=self.space.dtype, device=self.space.device)
 
+    def result(self, scale: float) -> Operator:
+        return self.scaled(scale).operator()
+
     def operator(self) -> Operator:
         assert self.basis is not None
         rows, columns = self.basis.rows, self.basis.columns

@@ -128,7 +128,14 @@ class KroneckerStructure(Structure):
         return factors_of([self], [1.0])[0]
 
     def operator(self) -> Operator:
-        rows, columns = (side.diagonal() if side.is_diagonal else side.dense() for side in self.factors())
+        return self._operator_of(self.factors())
+
+    def result(self, scale: float) -> Operator:
+        """In place: sides may be larger than all else that a pass over the data makes."""
+        return self._operator_of(factors_of([self], [scale], in_place=True)[0])
+
+    def _operator_of(self, factors: Product) -> Operator:
+        rows, columns = (side.diagonal() if side.is_diagonal else side.dense() for side in factors)
         return Kronecker(self.space, self.scheme.arrangement, rows, columns, is_symmetric=True)
 
     def trace(self) -> Tensor:
@@ -162,14 +169,16 @@ class KroneckerStructure(Structure):
         }
 
 
-def factors_of(structures: Sequence[KroneckerStructure], scales: Sequence[float]) -> list[Product]:
-    """The `factors` of each times a number, all sides scaled together."""
+def factors_of(
+    structures: Sequence[KroneckerStructure], scales: Sequence[float], in_place: bool = False
+) -> list[Product]:
+    """The `factors` of each times a number, all sides scaled together; `in_place` where the sums are used up."""
     named = [structure._sides() for structure in structures]
     factors: list[float | Tensor] = []
     for structure, sides, scale in zip(structures, named, scales, strict=True):
         of_inputs = {name: structure.tensors[name[:2] + "number"] for name in sides if name[2:] == "a"}
         factors += [_inverse_of_number(of_inputs[name]) if name in of_inputs else scale for name in sides]
-    scaled = iter(scale_all([side for sides in named for side in sides.values()], factors))
+    scaled = iter(scale_all([side for sides in named for side in sides.values()], factors, in_place))
     products = []
     for sides in named:
         by_name = {name: next(scaled) for name in sides}

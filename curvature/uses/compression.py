@@ -102,9 +102,9 @@ def prune(
     measure K again and prune further (weights that are zero go first). The gradient is taken to be zero.
     """
     K = as_operator(K)
-    space, groups = K.space, _groups(K.space, sparsity)
+    space, theta = K.space, checked_parameters(K.space, model)
+    groups = _groups(space, sparsity)
     check_whole("rounds", rounds, 1)
-    theta = checked_parameters(space, model)
     damping = usual_damping(K) if damping is None else float(damping)
     kind = lambda block: DenseBlock if isinstance(block, Dense) else QuadraticBlock
     parts = [kind(block)(block, damping, flat_parameters(block.space, theta)) for block in blocks_of(K)]
@@ -205,8 +205,13 @@ def _groups(space: Space, sparsity: Sparsity) -> list[tuple[Sequence[str], float
     for names, share in groups:
         if not 0 <= share <= 1:
             raise ValueError(f"sparsity: expected a share of zeros between 0 and 1, found {share}")
-        if not names or not set(names) <= set(space.names):
-            raise ValueError(f"sparsity: no weights {', '.join(names)} among {', '.join(space.names)}")
+        if not names:
+            raise ValueError(
+                f"sparsity: none of {', '.join(space.names)} has two dimensions, as weights have; name those to prune, "
+                f"as in {{{space.names[0]!r}: 0.5}}"
+            )
+        if unknown := sorted(set(names) - set(space.names)):
+            raise ValueError(f"sparsity: {', '.join(unknown)} is none of {', '.join(space.names)}")
     return groups
 
 

@@ -323,8 +323,11 @@ def store_projections(
             rows.tofile(file)
             count += len(rows)
         file.seek(0)  # the number of samples is known now
-        end = _write_header(file, first, count)
-        assert end == start
+        if (end := _write_header(file, first, count)) != start:
+            raise ValueError(
+                f"{part}: the header for {count} rows takes {end} bytes, where {start} were left for it; store the "
+                "data in several files"
+            )
     os.replace(part, path)
     return np.load(path, mmap_mode="r")
 

@@ -234,9 +234,11 @@ class Recorder:
         """The factor that a GradScaler put on the loss."""
         scale, found_inf = self.scaling.scale, self.scaling.found_inf
         if scale is None and found_inf is not None:
+            instead = "let the model return its outputs, too" if self.substitute else "use isotropic()"
             raise RuntimeError(
-                f"{self.owner}: inject=empirical() takes the backprops of the loss, and GradScaler.unscale_ "
-                "was called before the step, so that their scale is unknown; leave unscale_ out or use isotropic()"
+                f"{self.owner}: {self.substitute or 'inject=empirical() takes the backprops of the loss'}; "
+                "GradScaler.unscale_ was called before the step, so that the scale of what the loss sends back is "
+                f"unknown: leave unscale_ out, and clip at max_norm * scaler.get_scale(), or {instead}"
             )
         return 1.0 if scale is None else float(scale)
 

@@ -108,3 +108,63 @@ def test_recurrent_layers_that_are_called_again(kind: str, way: str) -> None:
     for build, matrix in ((curvature.hessian, expected.hessian), (curvature.gauss_newton, expected.gauss_newton)):
         v = torch.randn(len(matrix), 2, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(build(model, loss, (x, y)) @ v, matrix @ v, rtol=1e-8, atol=1e-10)
+
+
+# -- and the other way round: what is computed of a model between the lines of a loop changes nothing that the loop does
+
+CALLS = {
+    "kfac": curvature.kfac,
+    "fisher_diagonal": curvature.fisher_diagonal,
+    "gauss_newton": lambda *setting: curvature.gauss_newton(*setting).trace(),
+    "hessian": lambda *setting: curvature.hessian(*setting).to_dense(),
+    "empirical_fisher": lambda *setting: curvature.empirical_fisher(*setting).to_dense(),
+    "per_sample_gradients": lambda model, loss, data: curvature.per_sample_gradients(model, loss, *data),
+    "per_sample_norms": lambda model, loss, data: curvature.per_sample_norms(model, loss, *data),
+    "per_sample_jacobians": lambda model, loss, data: curvature.per_sample_jacobians(model, data[0]),
+    "check_gradients": lambda model, loss, data: curvature.check_gradients(model, loss, *data),
+    "noise": lambda model, loss, data: curvature.gradient_noise_scale(model, loss, data),
+}
+OPTIMIZERS = ATTACHED | {
+    "sampled": functools.partial(KFAC, loss=nn.CrossEntropyLoss(), inject=curvature.sampled()),
+    "empirical": functools.partial(KFAC, inject=curvature.empirical()),
+}
+PLACES = "before zero_grad", "before the forward pass", "before backward", "before the step"
+
+
+def trained(make: Any, call: Any, place: str) -> Tensor:
+    """The parameters after a few steps, with a call on other samples at one place of each."""
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        x, y = torch.randn(30, 4, dtype=torch.float64), torch.randint(3, (30,))
+    opt, loss, others = make(model), nn.CrossEntropyLoss(), (5 * x[:7], y[:7])
+    at = lambda here: call(model, loss, others) if place == here else None
+    for k in range(4):
+        at(PLACES[0])
+        opt.zero_grad()
+        at(PLACES[1])
+        value = loss(model(x[5 * k : 5 * k + 10]), y[5 * k : 5 * k + 10])
+        at(PLACES[2])
+        value.backward()
+        at(PLACES[3])
+        opt.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@in_turn(place=PLACES, call=CALLS, optimizer=OPTIMIZERS)
+def test_what_is_computed_between_the_lines_of_a_loop_changes_no_step(place: str, call: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    expected = trained(make, lambda *setting: None, place)
+    torch.testing.assert_close(trained(make, CALLS[call], place), expected, rtol=0, atol=0)
+
+
+def test_a_builder_raises_nothing_of_an_optimizer_that_refuses_the_loop() -> None:
+    """Its `loss=` has classes on axis 1, those of the loop and of the builder are on the last."""
+    with seeded(0):
+        model, x = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), torch.randint(7, (6, 5))
+    loss = lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())
+    opt = KFAC(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact())
+    curvature.kfac(model, loss, (x, x), inject=curvature.isotropic())
+    curvature.per_sample_gradients(model, loss, x, x)
+    with pytest.raises(RuntimeError, match="KFAC: loss= has classes on axis 1"):
+        loss(model(x), x).backward()
+    del opt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -115,15 +116,21 @@ def test_what_is_no_model(maker: str):
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("given", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_arguments_of_other_optimizers(maker: str, given: Any):
-    """Say what has their place; a word that nobody knows is left to Python."""
+    """Say what has their place, and which word is near to one that nobody knows."""
     model, known = network(), inspect.signature(getattr(MAKERS[maker], "func", MAKERS[maker])).parameters
     for name in inspect.signature(given).parameters.keys() - known.keys() - {"params"}:
         with pytest.raises(TypeError, match=rf"^{name}: \w+ has no {name}: (see|leave)"):
             MAKERS[maker](model, **{name: None})
     with pytest.raises(TypeError, match="betas: .*see momentum"):
         MAKERS[maker](model, betas=(0.9, 0.999))
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        MAKERS[maker](model, bettas=(0.9, 0.999))
+    name = getattr(MAKERS[maker], "func", MAKERS[maker]).__name__
+    for wrong, instead in {"learning_rate": "see lr", "dampin": "see damping", "xyz": f"see help({name})"}.items():
+        with pytest.raises(TypeError, match=re.escape(f"{wrong}: {name} has no {wrong}: {instead}")):
+            MAKERS[maker](model, **{wrong: 0.1})
+    with pytest.raises(TypeError, match=f"^{name}: "):
+        MAKERS[maker](model, 0.1, 0.2)
+    with pytest.raises(TypeError, match=f"^{name}: .*'model'"):
+        MAKERS[maker]()
     assert_untouched(model)
 
 

@@ -46,7 +46,7 @@ def scaled(
     values = []
     for _ in range(steps):
         opt.zero_grad()
-        with torch.autocast(x.device.type, low, enabled=low is not None):
+        with torch.autocast(y.device.type, low, enabled=low is not None):
             value = loss(model(x), y)
         scaler.scale(value).backward()
         between()
@@ -105,6 +105,36 @@ def test_clipping_after_unscaling(device: str):
         opt, scaler = made(model, inject=curvature.empirical()), torch.amp.GradScaler(device)
         with pytest.raises(RuntimeError, match=r"unscale_.*isotropic\(\)"):
             scaled(model, opt, tuple(batch), scaler, between=lambda: scaler.unscale_(opt))  # noqa: B023
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss alone, which no loss function of torch has made; or beside it what it is made of."""
+
+    def __init__(self, model: nn.Module, beside: bool):
+        super().__init__()
+        self.model, self.beside = model, beside
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        output = self.model(x)
+        loss = (output - nn.functional.one_hot(y, 10)).square().mean()
+        return {"loss": loss, "output": output} if self.beside else {"loss": loss}
+
+
+@pytest.mark.parametrize("made", [KFAC, EKFAC])
+def test_unscaling_beside_a_model_that_returns_its_loss_alone_asks_for_its_outputs(made: Made, device: str):
+    for beside in (True, False):
+        model, _, x, y = small(device)
+        model, batch = OwnLoss(model, beside), (lambda output, _: output["loss"], (x, y), y)
+        opt, scaler = made(model), torch.amp.GradScaler(device, init_scale=2.0**12)
+        unscale = lambda: scaler.unscale_(opt)  # noqa: B023
+        call = lambda *given: model(*given[0])  # noqa: B023
+        if beside:
+            scaled(call, opt, batch, scaler, 2, between=unscale)  # type: ignore[arg-type]
+            assert opt.steps == 2
+        else:
+            match = r"unscale_ was called.*get_scale\(\), or let the model return its outputs"
+            with pytest.raises(RuntimeError, match=match):
+                scaled(call, opt, batch, scaler, between=unscale)  # type: ignore[arg-type]
 
 
 def test_closures_are_refused_with_a_scaler(device: str):

@@ -384,22 +384,50 @@ def words() -> tuple[nn.Module, Tensor, Tensor]:
 @in_turn(call=OF_CLASSES, loss=[nn.CrossEntropyLoss(), F.cross_entropy])
 def test_classes_on_the_last_axis_are_refused_with_the_loss_to_pass(call: str, loss: Any) -> None:
     model, x, y = words()
-    with pytest.raises(ValueError, match=r"output \(3, 5, 7\) has its classes on the last axis.*movedim\(-1, 1\)"):
+    with pytest.raises(ValueError, match=r"classes are on the last axis of the output \(3, 5, 7\).*: pass lambda o, t"):
         OF_CLASSES[call](model, loss, x, y)
 
 
-class ClassesFirst(nn.Module):
+OF_WORDS = {
+    "mean": nn.CrossEntropyLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "options": nn.CrossEntropyLoss(torch.arange(1.0, 8.0).double(), ignore_index=1, label_smoothing=0.1),
+    "log-likelihoods": nn.NLLLoss(ignore_index=2, reduction="sum"),
+    "images": nn.CrossEntropyLoss(),
+}
+
+
+@pytest.mark.parametrize("name", OF_WORDS)
+def test_the_loss_in_the_message_is_the_same_with_classes_on_axis_one(name: str) -> None:
+    model, x, y = words()
+    loss = OF_WORDS[name]
+    y = y.clamp(min=0) if getattr(loss, "ignore_index", -100) >= 0 else y
+    x, y = (x[:, None], y[:, None]) if name == "images" else (x, y)
+    with pytest.raises(ValueError, match="classes are on the last axis") as refused:
+        curvature.per_sample_gradients(model, loss, x, y)
+    code = str(refused.value).split(": pass ")[1].split(" or, for sampled()")[0]
+    offered = eval(code, {"F": F, "weight": loss.weight})
+    rows = curvature.per_sample_gradients(ClassesLast(model), offered, x, y)
+    torch.testing.assert_close(rows, brute_force.per_sample_gradients(ClassesFirst(model), loss, x, y))
+
+
+class ClassesLast(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).movedim(-1, 1)
+        return self.model(x)
+
+
+class ClassesFirst(ClassesLast):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).movedim(-1, 1)
 
 
 def test_the_loss_and_the_module_that_the_message_names_give_the_rows_of_a_loop() -> None:
     model, x, y = words()
-    loss = lambda output, y: F.cross_entropy(output.movedim(-1, 1), y, reduction="sum")
+    loss = lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum")
     expected = brute_force.per_sample_gradients(model, loss, x, y)
     torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
     first, total = ClassesFirst(model), nn.CrossEntropyLoss(reduction="sum")

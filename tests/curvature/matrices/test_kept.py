@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvature
@@ -184,6 +185,33 @@ def test_calls_with_many_products_keep_the_graph_of_a_single_batch(name: str, se
     with counted(setting.model) as of_one:
         CALLS[name](operators[1])
     assert of_one == [1] and of_two_batches[0] > 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is called for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("build", BUILDERS)
+def test_the_checks_of_a_first_product_are_not_repeated(build: str, columns: int, setting: Setting) -> None:
+    counts = []
+    for is_first_inside in (False, True):
+        operator = setting.operator(build)
+        V = operator.space.normal(columns)
+        if not is_first_inside:
+            _ = operator @ V
+        with curvature.kept(operator):
+            _ = operator @ V
+            with Operations() as seen:
+                _ = operator @ V
+        counts.append(seen.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_sparse_buffer() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import curvature
+from curvature.uses import projections
 from support.cases.case import seeded
 
 LOSS = nn.CrossEntropyLoss()
@@ -99,6 +100,15 @@ def test_some_parameters(tmp_path: Path) -> None:
     stored = curvature.store_projections(model, LOSS, loader(x, y), SIGNS, tmp_path / "rows.npy", parameters=["0"])
     wanted = curvature.per_sample_gradients(model, LOSS, x, y, parameters=["0"])
     torch.testing.assert_close(torch.as_tensor(stored.copy()), SIGNS(wanted))
+
+
+def test_a_header_that_has_grown_overwrites_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem()
+    write = projections._write_header
+    monkeypatch.setattr(projections, "_write_header", lambda file, rows, count: write(file, rows, count) + count)
+    with pytest.raises(ValueError, match=r"rows.npy.part: the header for 23 rows takes 151 bytes, where 128 were left"):
+        curvature.store_projections(model, LOSS, loader(x, y), SIGNS, tmp_path / "rows.npy")
+    assert not (tmp_path / "rows.npy").exists()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
