@@ -58,6 +58,10 @@ def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[
     for name, p in trained.items():
         if isinstance(p, UninitializedParameter):
             raise ValueError(f"model: {name} has no shape yet; call model(x) once, which gives it one")
+        if p.is_inference():
+            raise ValueError(
+                f"model: {name} was made in torch.inference_mode(), which gradients cannot leave; make it outside"
+            )
         if p.is_meta:
             raise ValueError(f"model: {name} is on the meta device, without numbers; load the model to a real one")
     if not trained:
@@ -125,6 +129,8 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
                     f"x: its {len(x)} entries are passed as positional arguments; samples are one tensor: pad what "
                     "differs in size and stack it, or pass batches of one: [(a[None], b[None]) for a, b in zip(x, y)]"
                 )
+            elif "required positional argument" in str(error):
+                what = "x: all inputs of the model are a tuple, as in ((a, b), y), or a dict by name, ({'a': a, ...}, y)"
             else:
                 raise
             raise TypeError(f"{error}. {what}") from error

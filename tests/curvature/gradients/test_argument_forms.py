@@ -122,7 +122,10 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], tuple[Any, ...]]
         lambda m, x, y: (LOSS, m, x, y),
         r"first argument is a CrossEntropyLoss, .*order is model, loss, data",
     ),
-    "a function first": (lambda m, x, y: (lambda o, t: o.sum(), m, x, y), "found function: curvature.FunctionModel .*order is model, loss"),
+    "a function first": (
+        lambda m, x, y: (lambda o, t: o.sum(), m, x, y),
+        "found function: curvature.FunctionModel .*order is model, loss",
+    ),
     "numpy input": (lambda m, x, y: (m, LOSS, x.numpy(), y), "x: .*found a numpy.ndarray: pass torch.as_tensor"),
     "numpy inputs": (lambda m, x, y: (m, LOSS, (x.numpy(),), y), "x: .*found .*numpy.ndarray: pass torch.as_tensor"),
     "numpy target": (lambda m, x, y: (m, LOSS, x, y.numpy()), "y: .*found a numpy.ndarray: pass torch.as_tensor"),
@@ -174,6 +177,12 @@ def test_inputs_that_the_model_cannot_read_are_told_what_to_pass() -> None:
         for call in (curvature.kfac, curvature.per_sample_norms):
             with pytest.raises(RuntimeError, match=message):
                 call(model, LOSS, batch)
+    two = Raw(lambda m, a, b: m.head(a * b), head=nn.Linear(3, 3)).double()
+    for call in (curvature.kfac, curvature.per_sample_norms):
+        with pytest.raises(
+            TypeError, match=r"argument: 'b'\. x: all inputs of the model are a tuple, as in \(\(a, b\), y\)"
+        ):
+            call(two, LOSS, (x, y))
     words = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3).double())  # whose own fault it is
     with pytest.raises(RuntimeError, match="dtype") as told:
         curvature.kfac(words, LOSS, (y, y))
@@ -186,6 +195,10 @@ def test_models_without_numbers_are_refused() -> None:
         curvature.kfac(model.to("meta"), LOSS, (x, y))
     with pytest.raises(ValueError, match=r"model: weight has no shape yet; call model\(x\) once"):
         curvature.kfac(nn.LazyLinear(3), LOSS, (x, y))
+    with torch.inference_mode():
+        unusable = nn.Linear(3, 3).double()
+        with pytest.raises(ValueError, match=r"model: weight was made in torch.inference_mode\(\).* make it outside"):
+            curvature.kfac(unusable, LOSS, (x, y))
 
 
 def test_what_stands_in_the_place_of_something_else_is_named() -> None:
