@@ -130,7 +130,7 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
                     "differs in size and stack it, or pass batches of one: [(a[None], b[None]) for a, b in zip(x, y)]"
                 )
             elif "required positional argument" in str(error):
-                what = "x: all inputs of the model are a tuple, as in ((a, b), y), or a dict by name, ({'a': a, ...}, y)"
+                what = "x: all inputs of the model are a tuple, as in ((a, b), y), or a dict by name"
             else:
                 raise
             raise TypeError(f"{error}. {what}") from error
