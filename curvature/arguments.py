@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["check_flag", "check_module", "check_range", "check_whole", "kind_of"]
+__all__ = ["check_flag", "check_module", "check_range", "check_whole", "function_hint", "kind_of", "uncalled"]
 
 
 def check_whole(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
@@ -42,9 +43,22 @@ def check_flag(name: str, value: Any) -> None:
 def check_module(model: Any, hint: str = "") -> None:
     """Refuse what is no module, such as its class."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {kind_of(model)}{hint}")
+        raise TypeError(f"model: expected a torch.nn.Module, found {kind_of(model)}{function_hint(model)}{hint}")
 
 
 def kind_of(value: Any) -> str:
     """The name of its type, and of a class its own."""
     return f"the class {value.__name__}, no instance of it" if isinstance(value, type) else type(value).__name__
+
+
+def function_hint(model: Any) -> str:
+    """What makes a module of a function that was passed as the model."""
+    is_function = isinstance(model, FunctionType)
+    return ": curvature.FunctionModel makes a module of a function and its parameters" if is_function else ""
+
+
+def uncalled(value: Any) -> str:
+    """How a message shows an argument; of a function or class that should have been called, that it should."""
+    if isinstance(value, type | FunctionType):
+        return f"{value.__name__} itself: call it, {value.__name__}()"
+    return f"{value!r:.80}"

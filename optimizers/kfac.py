@@ -178,10 +178,10 @@ class EKFAC(KFAC):
 
     Mean squares of the per-sample gradients in the eigenbasis replace the eigenvalues of each layer, without building
     those gradients; they are carried over when the basis changes. Before the second renewal there are none, and
-    eigenvalues are those of the factors. Where a layer is used at several places of a sample, evenly spaced samples of
-    the batch, 16 at least, stand for all. A layer with more than 512 rows in a side (with `block_size`: in a diagonal
-    block), whose eigenbasis would cost several times the rest of a step, is treated as in `KFAC`, which `report()`
-    says. Arguments as for `KFAC`.
+    eigenvalues are those of the factors. For a layer with several positions per sample, at least 16 evenly spaced
+    samples of the batch stand for all. A layer with more than 512 rows in a side (with `block_size`: in a diagonal
+    block) is treated as in `KFAC`, since its eigenbasis would cost several times the rest of a step; `report()` says
+    where. Arguments as for `KFAC`.
     """
 
     structure = "eigen"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from curvature.arguments import check_whole, kind_of
+from curvature.arguments import check_whole, function_hint, kind_of, uncalled
 from curvature.linalg import by_device
 from curvature.losses import Injection, empirical
 from curvature.preconditioners import CurvatureStore
@@ -417,7 +417,9 @@ class SecondOrderOptimizer(ModelOptimizer):
 def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, Distributed]:
     """Check all arguments; the user's own module, and the processes that train it."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: pass the model itself, not its parameters (found {kind_of(model)})")
+        raise TypeError(
+            f"model: pass the model itself, not its parameters (found {kind_of(model)}{function_hint(model)})"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "
@@ -432,7 +434,7 @@ def checked_model(model: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, 
     if loss is not None and (isinstance(loss, type) or not callable(loss)):
         raise TypeError(f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}")
     if not isinstance(inject, Injection):
-        raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
+        raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {uncalled(inject)}")
     if loss is None and inject.needs_loss and inject != empirical():  # which takes what the loop itself sends back
         raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
     by_class = nn.CrossEntropyLoss, nn.NLLLoss

@@ -24,7 +24,16 @@ from torch.utils.data import DataLoader
 from curvature.arguments import check_whole
 from curvature.attempts import attempt
 from curvature.gradients.data import kind_of
-from curvature.losses import Injection, Loss, join_heads, per_sample_losses, reduction_of, resolve
+from curvature.losses import (
+    Injection,
+    Loss,
+    join_heads,
+    naming_labels,
+    per_sample_losses,
+    reduction_of,
+    require_labels,
+    resolve,
+)
 from curvature.recording import (
     as_arguments,
     call_model,
@@ -50,6 +59,7 @@ def either_form(function: Function) -> Function:
 
     @functools.wraps(function)
     def joining_pair(*args: Any, **kwargs: Any) -> Any:
+        _require_loss_second(args)
         if "y" in kwargs:
             y, others = kwargs.pop("y"), args[BEFORE_Y:]
         elif len(args) > BEFORE_Y and tensors_in(args[BEFORE_Y]):
@@ -65,6 +75,7 @@ def either_form(function: Function) -> Function:
 
     @functools.wraps(function)
     def splitting_pair(*args: Any, **kwargs: Any) -> Any:
+        _require_loss_second(args)
         if "data" in kwargs and "x" not in kwargs:
             kwargs["x"] = kwargs.pop("data")
         if "y" in kwargs or (len(args) > BEFORE_Y and tensors_in(args[BEFORE_Y])):
@@ -85,6 +96,15 @@ def either_form(function: Function) -> Function:
         return function(*args, x=pair[0], y=pair[1], **kwargs)
 
     return cast("Function", joining_pair if "data" in signature.parameters else splitting_pair)
+
+
+def _require_loss_second(args: tuple[Any, ...]) -> None:
+    """Refuse the data in the place of the loss, of which Python would say that the data are missing."""
+    if len(args) > 1 and isinstance(args[1], Tensor | tuple | list | Mapping | DataLoader):
+        raise TypeError(
+            f"loss: expected a loss module or a callable(output, target), found {kind_of(args[1])} (the order is "
+            "model, loss, data)"
+        )
 
 
 def described(x: Any) -> str:
@@ -226,12 +246,14 @@ class Batch:
         if type(output) is not Tensor and self.takes_logits:
             output = join_heads(self.loss, logits(output))
         require_classes_first(self.loss, output, self.y)
+        require_labels(self.loss, output, self.y)
         return output
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of the batch; ValueError where it reads more than the logits of the output."""
         try:
-            return self.loss(output, self.y)
+            with naming_labels(self.loss, output):
+                return self.loss(output, self.y)
         except AttributeError as error:
             raise ValueError(
                 f"loss: {error}. It is called with the output of the model, or with its .logits where it has them. A "

@@ -16,6 +16,7 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
+from curvature.losses.labels import naming_labels, require_labels
 from curvature.losses.likelihoods import ClassLabel, LabelDistribution, Prediction
 from curvature.losses.masses import (
     LossVaries,
@@ -44,7 +45,7 @@ __all__ = [
     "ClassLabel",
     "Curved", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "LossVaries", "NoWeightedSum", "Prediction",
     "SEED", "SampleMasses", "TORCH_LOSSES", "VectorPair", "count_alike", "empirical", "exact",
-    "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_repeats", "require_terms", "require_weighted_sum", "resolve", "sampled", "settings_of",
-    "shares_of_parts",
+    "is_entrywise", "isotropic", "join_heads", "name_of", "naming_labels", "per_sample_losses", "propagated",
+    "reduction_of", "require_labels", "require_repeats", "require_terms", "require_weighted_sum", "resolve",
+    "sampled", "settings_of", "shares_of_parts",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from curvature.attempts import attempt
 from curvature.losses import likelihoods
+from curvature.losses.labels import naming_labels
 from curvature.losses.likelihoods import LabelDistribution, Likelihood
 
 Loss = Callable[[Any, Any], Tensor]
@@ -148,7 +149,8 @@ class TorchLoss:
         """The terms, which a mean divides by the sum of their masses."""
         alike = copy.copy(loss)
         alike.reduction = "none"
-        terms: Tensor = alike.forward(output, target)
+        with naming_labels(loss, output):
+            terms: Tensor = alike.forward(output, target)
         expected = self.shape_of_terms(output)
         if list(terms.shape) != expected:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from curvature.arguments import uncalled
 from curvature.kronecker import Scheme
 from curvature.linalg import without_autocast
 from curvature.losses import SEED, Injection, require_terms
@@ -34,7 +35,7 @@ def require_injection(inject: Any) -> None:
     """Raise TypeError for what is no injection."""
     if not isinstance(inject, Injection):
         raise TypeError(
-            f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {inject!r}"
+            f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {uncalled(inject)}"
         )
 
 

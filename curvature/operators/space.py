@@ -137,6 +137,7 @@ class Space:
 
         Raises:
             KeyError: a name is missing or unknown.
+            TypeError: something else than a tensor, such as a gradient that is None.
             ValueError: a tensor has a wrong shape or device, or a wider dtype.
         """
         missing = [name for name in self.names if name not in tensors]
@@ -144,6 +145,10 @@ class Space:
         if missing or unknown:
             faults = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
             raise KeyError(f"vector: expected a tensor for each parameter of the matrix; {', '.join(faults)}")
+        for name in self.names:
+            if not isinstance(tensors[name], Tensor):
+                hint = "; a gradient is there after loss.backward()" if tensors[name] is None else ""
+                raise TypeError(f"vector: expected a tensor for {name}, found {type(tensors[name]).__name__}{hint}")
         first = tensors[self.names[0]]
         batch = first.shape[: first.ndim - len(self.shapes[0])]
         flat = []

@@ -8,6 +8,7 @@ import copy
 import difflib
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.func import functional_call
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -59,6 +61,15 @@ def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[
     model = unwrap_compiled(model)
     check_module(model, ORDER)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(f"model: {name} has no shape yet; call model(x) once, which gives it one")
+        if p.is_inference():
+            raise ValueError(
+                f"model: {name} was made in torch.inference_mode(), which gradients cannot leave; make it outside"
+            )
+        if p.is_meta:
+            raise ValueError(f"model: {name} is on the meta device, without numbers; load the model to a real one")
     if not trained:
         empty = next(model.parameters(), None) is None
         which = f"; the first argument is a {type(model).__name__}, which has none{ORDER}" if empty else ""
@@ -124,9 +135,35 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
                     f"x: its {len(x)} entries are passed as positional arguments; samples are one tensor: pad what "
                     "differs in size and stack it, or pass batches of one: [(a[None], b[None]) for a, b in zip(x, y)]"
                 )
+            elif "required positional argument" in str(error):
+                what = "x: all inputs of the model are a tuple, as in ((a, b), y), or a dict by name"
             else:
                 raise
             raise TypeError(f"{error}. {what}") from error
+        except RuntimeError as error:
+            what = _mismatch(model, (args, kwargs), str(error)) if type(error) is RuntimeError else ""
+            if not what:
+                raise
+            raise RuntimeError(f"{error}. x: {what}") from error
+
+
+def _mismatch(model: Any, inputs: Any, said: str) -> str:
+    """What an input has that no parameter has, of what torch's message is about; empty if that is nothing."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    held = [] if not isinstance(model, nn.Module) else [*model.parameters(), *model.buffers()]
+    if not leaves or not held:
+        return ""
+    first, devices = leaves[0], {t.device for t in held}
+    if "device" in said and first.device not in devices:
+        return f"it is on {first.device}, the model on {held[0].device}; pass x.to({str(held[0].device)!r})"
+    dtypes = [p.dtype for p in held if p.is_floating_point()]
+    named = re.search(rf"\b{first.type().split('.')[-1].removesuffix('Tensor')}(Tensor)?\b", said, re.IGNORECASE)
+    if "type" in said and named and dtypes and first.dtype not in dtypes and not first.is_complex():
+        swapped = "" if first.is_floating_point() else ", unless x and y are exchanged (the order is model, loss, x, y)"
+        return f"it is {first.dtype}, the parameters {dtypes[0]}; pass x.to({dtypes[0]}){swapped}"
+    if "cannot be multiplied" in said:
+        return f"it has the shape {tuple(first.shape)}, where axis 0 is that of the samples"
+    return ""
 
 
 def _takes(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -25,12 +25,16 @@ class Choices:
 
     Raises:
         ValueError: a structure of another name, or no parameter is below a name.
-        TypeError: neither a name nor a `Structure` that has one.
+        TypeError: neither a name nor a `Structure` that has one, or no dict.
     """
 
     def __init__(
         self, structure: Mapping[str, Choice] | None, names: Iterable[str], factored: tuple[str, ...] = ("kronecker",)
     ) -> None:
+        if structure is not None and not isinstance(structure, Mapping):
+            raise TypeError(
+                f'structure: expected a dict such as {{"name of a layer": "diagonal"}}, found {structure!r:.80}'
+            )
         self.chosen, names = dict(structure or {}), list(names)
         for key, choice in self.chosen.items():
             _require_structure(key, choice, factored)

@@ -110,6 +110,10 @@ def test_what_is_no_model(maker: str):
             MAKERS[maker](value)
     with pytest.raises(TypeError, match=r"\(found the class Linear, no instance of it\)"):
         MAKERS[maker](nn.Linear)
+    with pytest.raises(TypeError, match=r"found function: curvature.FunctionModel makes a module"):
+        MAKERS[maker](lambda x: x)
+    with pytest.raises(TypeError, match=r"^inject: .*found isotropic itself: call it, isotropic\(\)"):
+        MAKERS[maker](model, inject=curvature.isotropic)
     assert_untouched(model)
 
 

@@ -6,14 +6,19 @@ python tests/support/page_outputs.py docs/guides/scale.md   # of these pages alo
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDES = ("attribution", "choosing", "derivatives", "laplace", "operators", "optimizers", "reports")
+GUIDES = (
+    *("adapters", "attribution", "choosing", "compression", "derivatives", "laplace", "merging", "operators"),
+    *("optimizers", "projections", "reports"),
+)
 PAGES = [ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / f"docs/guides/{name}.md" for name in GUIDES)]
 BLOCK = re.compile(r"(?P<code>^```python\n(?P<lines>.*?)^```\n)(?P<shown>\n```text\n(?P<text>.*?)^```\n)?", re.M | re.S)
 SECONDS = re.compile(r"(?<=seconds so far: ).*")  # whose numbers are not shown
@@ -51,8 +56,11 @@ def agree(shown: str, printed: str) -> bool:
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(with_outputs(path.read_text("utf-8"), str(path)), "utf-8")
+    for path in [Path(name).resolve() for name in sys.argv[1:]]:
+        with tempfile.TemporaryDirectory() as folder:  # for the files that a block writes
+            os.chdir(folder)
+            path.write_text(with_outputs(path.read_text("utf-8"), str(path)), "utf-8")
+            os.chdir(ROOT)
     if len(sys.argv) == 1:
         for path in PAGES:  # each in a process of its own: some change torch's settings
             subprocess.run([sys.executable, __file__, path], check=True)

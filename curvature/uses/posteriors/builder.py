@@ -153,7 +153,7 @@ def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any)
         output = run.output.detach()
         if not sums and isinstance(labels, ClassLabel):
             sure = confidence_of(labels, run.batch, output)
-        sums.append(widen(run.batch.loss(output, run.batch.y)))
+        sums.append(widen(run.batch.loss_of(output)))
         counts.append(widen(labels.count(output, run.batch.y)))
         names = next((use.names for use in reversed(run.tape.uses) if use.names), names)
 

@@ -122,7 +122,10 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], tuple[Any, ...]]
         lambda m, x, y: (LOSS, m, x, y),
         r"first argument is a CrossEntropyLoss, .*order is model, loss, data",
     ),
-    "a function first": (lambda m, x, y: (lambda o, t: o.sum(), m, x, y), "found function .*order is model, loss"),
+    "a function first": (
+        lambda m, x, y: (lambda o, t: o.sum(), m, x, y),
+        "found function: curvature.FunctionModel .*order is model, loss",
+    ),
     "numpy input": (lambda m, x, y: (m, LOSS, x.numpy(), y), "x: .*found a numpy.ndarray: pass torch.as_tensor"),
     "numpy inputs": (lambda m, x, y: (m, LOSS, (x.numpy(),), y), "x: .*found .*numpy.ndarray: pass torch.as_tensor"),
     "numpy target": (lambda m, x, y: (m, LOSS, x, y.numpy()), "y: .*found a numpy.ndarray: pass torch.as_tensor"),
@@ -130,6 +133,91 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], tuple[Any, ...]]
     "one number": (lambda m, x, y: (m, LOSS, x[0, 0], y[:1]), r"single sample needs x\[None\] and y\[None\]"),
     "a short target": (lambda m, x, y: (m, LOSS, x, y[:1]), r"y: 2 samples in x, but the shape of y is \(1,\)"),
 }
+
+
+LABELS: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor], str]] = {
+    "of floats": (LOSS, Tensor.float, r"^y: CrossEntropyLoss .* class indices as whole numbers, .*pass y.long\(\)"),
+    "in columns": (LOSS, lambda y: y[:, None], r"^y: .* class indices \(2,\), found \(2, 1\); pass y.squeeze\(-1\)"),
+    "one-hot": (LOSS, lambda y: F.one_hot(y, 3), r"^y: .*found torch.int64 one-hot; pass y.argmax\(1\) or y.float\(\)"),
+    "one-hot, NLLLoss": (nn.NLLLoss(), lambda y: F.one_hot(y, 3), r"^y: NLLLoss .* one-hot; pass y.argmax\(1\)$"),
+    "too large": (
+        LOSS,
+        lambda y: y + 5,
+        r"^y: Target 5 is out of bounds. The output \(\d, 3\) has 3 classes, from 0 to 2",
+    ),
+    "flags": (nn.BCEWithLogitsLoss(), lambda y: F.one_hot(y, 3).bool(), r"^y: .*found torch.bool; pass y.float\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_that_torch_refuses_are_told_what_to_pass(name: str) -> None:
+    """Where each function calls the loss first; what is advised is taken."""
+    model, x, _ = problem()
+    loss, given, message = LABELS[name]
+    calls: list[Call] = [curvature.kfac, curvature.per_sample_norms, curvature.fisher_diagonal]
+    calls += [lambda *args: curvature.hessian(*args).trace(), lambda *args: curvature.empirical_fisher(*args).trace()]
+    calls += [curvature.laplace] if type(loss) is not nn.NLLLoss else []
+    for call in calls:
+        with pytest.raises((ValueError, IndexError), match=message):
+            call(model, loss, (x, given(torch.tensor([0, 2]))))
+
+
+def test_inputs_that_the_model_cannot_read_are_told_what_to_pass() -> None:
+    model, x, y = problem()
+    wrong: dict[str, tuple[Any, Any]] = {
+        r"dtype.*\. x: it is torch.float32, the parameters torch.float64; pass x.to\(torch.float64\)$": (x.float(), y),
+        r"x: it is torch.int64, .*unless x and y are exchanged \(the order is model, loss, x, y\)$": (y, x),
+        r"multiplied.*\. x: it has the shape \(2, 4\), where axis 0 is that of the samples": (
+            torch.ones(2, 4).double(),
+            y,
+        ),
+        r"\. x: it is on meta, the model on cpu; pass x.to\('cpu'\)": (x.to("meta"), y.to("meta")),
+    }
+    for message, batch in wrong.items():
+        for call in (curvature.kfac, curvature.per_sample_norms):
+            with pytest.raises(RuntimeError, match=message):
+                call(model, LOSS, batch)
+    two = Raw(lambda m, a, b: m.head(a * b), head=nn.Linear(3, 3)).double()
+    for call in (curvature.kfac, curvature.per_sample_norms):
+        with pytest.raises(
+            TypeError, match=r"argument: 'b'\. x: all inputs of the model are a tuple, as in \(\(a, b\), y\)"
+        ):
+            call(two, LOSS, (x, y))
+    words = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3).double())  # whose own fault it is
+    with pytest.raises(RuntimeError, match="dtype") as told:
+        curvature.kfac(words, LOSS, (y, y))
+    assert "x:" not in str(told.value)
+
+
+def test_models_without_numbers_are_refused() -> None:
+    model, x, y = problem()
+    with pytest.raises(ValueError, match=r"model: 0.weight is on the meta device"):
+        curvature.kfac(model.to("meta"), LOSS, (x, y))
+    with pytest.raises(ValueError, match=r"model: weight has no shape yet; call model\(x\) once"):
+        curvature.kfac(nn.LazyLinear(3), LOSS, (x, y))
+    with torch.inference_mode():
+        unusable = nn.Linear(3, 3).double()
+        with pytest.raises(ValueError, match=r"model: weight was made in torch.inference_mode\(\).* make it outside"):
+            curvature.kfac(unusable, LOSS, (x, y))
+
+
+def test_what_stands_in_the_place_of_something_else_is_named() -> None:
+    model, x, y = problem()
+    for call in (curvature.kfac, curvature.per_sample_norms, curvature.laplace):
+        with pytest.raises(TypeError, match=r"^loss: .*found a tuple of 2 \(the order is model, loss, data\)"):
+            call(model, (x, y))
+    K = curvature.kfac(model, LOSS, (x, y))
+    with pytest.raises(
+        TypeError, match=r"^vector: expected a tensor for 0.weight, found NoneType; .*loss.backward\(\)"
+    ):
+        K.solve({name: p.grad for name, p in model.named_parameters()}, damping=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^structure: expected a dict .*found 'diagonal'"):
+        curvature.kfac(model, LOSS, (x, y), structure="diagonal")  # type: ignore[arg-type]
+    for inject in (curvature.sampled, curvature.Injection):
+        with pytest.raises(
+            TypeError, match=rf"^inject: .*found {inject.__name__} itself: call it, {inject.__name__}\(\)"
+        ):
+            curvature.kfac(model, LOSS, (x, y), inject)  # type: ignore[arg-type]
 
 
 def test_a_dict_for_a_model_that_says_nothing_of_its_arguments() -> None:
