@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvature.linalg import by_device, widen
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
-from optimizers.steps.directions import HORIZON, Direction, Momentum, Spring, horizon
+from optimizers.steps.directions import Direction, Momentum, Spring, horizon
 from optimizers.steps.layer_vector import (
     Layer,
     LayerVector,
@@ -55,7 +55,6 @@ class TrustRegionConstants:
 
     # how the step size follows the slopes
     growth: float = 3.0  # per step while the loss falls as steeply as before, over the horizon of the running mean
-    falling: float = 3.0  # times this at steps at which a schedule lowers lr
     slope_decay: float = 0.9  # of the running means of slopes
     overshoot: float = 2.0  # a ratio of slopes this far below min(mean, 0), with a long gradient: the step is undone
     # bounds
@@ -68,8 +67,7 @@ class TrustRegionConstants:
     # gradients
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
     turn: float = 0.25  # ratio so far below zero, after a mean so far above, of gradients not shorter: other data
-    long: float = 1.5  # a longer gradient is taken for a sign of instability ...
-    spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
+    long: float = 1.5  # times the mean and a standard deviation: a longer gradient is a sign of instability
     far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
     # curvature that is measured along steps
@@ -359,7 +357,7 @@ def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> Tru
 
 def is_long(state: TrustState, norm: float, c: TrustRegionConstants) -> bool:
     """Whether a gradient, in units of the running mean, is much longer than that, and than single batches are."""
-    return norm > max(c.long, 1 + c.spreads * state.spread)
+    return norm > c.long * (1 + state.spread)
 
 
 def adapted(
@@ -367,22 +365,12 @@ def adapted(
 ) -> TrustState:
     """The state after a look at the last step, given its ratio of slopes and the gradient's norm in the usual units.
 
-    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower; where a schedule lowers
-    it, faster: the loss may still fall as steeply as before.
+    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
-    is_unstable = ratio < 0 and is_long(state, norm, c)
-    if is_unstable:
-        growth = c.growth / HORIZON * max(ratio, -1.0)
-    else:
-        # the limit on shrinking goes to zero: without replacement, slopes are negative at any step size. There is none
-        # where gradients have become short and steps usually lead more than twice as far as the minimum along them
-        usual = slope_ratio(ends, starts)
-        limit = -math.inf if usual < -1 and state.norm < c.turn * state.longest else -1 / (1 + steps)
-        growth = max(c.growth / remembered * usual, limit)
-    growth *= c.falling if lr < state.lr else min(lr, 1.0)
+    growth = c.growth / remembered * slope_ratio(ends, starts) * min(lr, 1.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
 

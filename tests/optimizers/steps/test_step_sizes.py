@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from optimizers.steps.directions import HORIZON
 from optimizers.steps.trust_region import (
     TrustRegionConstants,
     TrustState,
@@ -16,6 +15,8 @@ from optimizers.steps.trust_region import (
     bounded,
     evened,
     geometric_mean,
+    is_long,
+    is_overshoot,
     least_size,
     slope_ratio,
     undone,
@@ -54,37 +55,24 @@ def test_one_noisy_slope_counts_for_its_part_in_the_mean() -> None:
     assert look(state(ends=-0.5), -1.0).size == pytest.approx(2 * math.exp(C.growth / 30 * 0.35))
 
 
-def test_negative_slopes_alone_shrink_the_step_ever_more_slowly() -> None:
-    """Batches without replacement make them negative at any step size."""
-    for steps in (100, 10_000):
-        shrunk = look(state(ends=1.0), -1.0, steps=steps).size
-        assert shrunk == pytest.approx(2 * math.exp(-1 / (steps + 1)))
-    unstable = look(state(ends=1.0), -1.0, norm=1.6)
-    assert unstable.size / unstable.norm == pytest.approx(2 * math.exp(-C.growth / HORIZON))
-
-
-def test_steps_that_lead_more_than_twice_too_far_shrink_at_once_where_gradients_are_short() -> None:
-    """The mean ratio is -1.5 where there is no limit, and -0.9 or with long gradients where there is one."""
-    limited = pytest.approx(2 * math.exp(-1 / (LATER + 1)))
-    assert look(state(norm=0.2, ends=1.5), -1.5).size == pytest.approx(2 * math.exp(-C.growth / 30 * 1.5))
-    assert look(state(norm=0.2, ends=0.9), -0.9).size == limited
-    assert look(state(norm=0.3, ends=1.5), -1.5).size == limited
+def test_negative_slopes_shrink_the_step_as_positive_ones_make_it_grow() -> None:
+    """At any time, and whatever is left of the gradients; the usual ratio is -1, or -2 where all slopes are cut."""
+    for steps, norm in ((100, 1.0), (10_000, 1.0), (100, 0.2)):
+        assert look(state(norm=norm, ends=1.0), -1.0, steps=steps).size == pytest.approx(2 * math.exp(-C.growth / 30))
+    assert look(state(ends=2.0), -math.inf).size == pytest.approx(2 * math.exp(-2 * C.growth / 30))
 
 
 def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
     """A tenth of the step was made: a size far above that would shrink without effect."""
-    assert look(state(kept=0.1, ends=1.0), -1.0).size == pytest.approx(0.2 * math.exp(-1 / (LATER + 1)))
+    assert look(state(kept=0.1, ends=1.0), -1.0).size == pytest.approx(0.2 * math.exp(-C.growth / 30))
     assert look(state(kept=0.1, ends=-1.0), 1.0).size > 2
 
 
 def test_a_schedule_anneals_alone() -> None:
-    """What anneals at a constant rate begins anew where lr moves; as it falls, slopes are followed faster.
-
-    Where it stays below one, or rises, growth is slower below one, and no faster above.
-    """
+    """What anneals at a constant rate begins anew where lr moves; growth is slower below one, and no faster above."""
     annealed = state(ends=-1.0, unmoved=7)
     assert look(annealed, 1.0).unmoved == 8
-    for before, lr, factor in ((1.0, 0.5, C.falling), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
+    for before, lr, factor in ((1.0, 0.5, 0.5), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
         moved = look(annealed._replace(lr=before), 1.0, lr=lr)
         assert (moved.unmoved, moved.lr) == (0, lr)
         assert moved.size == pytest.approx(2 * math.exp(factor * C.growth / 30))
@@ -119,6 +107,12 @@ def test_after_an_overshoot_the_step_size_is_that_of_the_secant() -> None:
         assert after.size == pytest.approx(1.0 * times)
         assert (after.slope, after.kept) == (0, 1)
         assert look(after, 0.0).size == after.size
+
+
+def test_long_gradients_are_beyond_the_mean_and_its_spread() -> None:
+    assert [is_long(state(spread=0.5), norm, C) for norm in (2.2, 2.3)] == [False, True]
+    steep = state(spread=0.5)
+    assert is_overshoot(steep, -2.1, 2.3, C) and not is_overshoot(steep, -2.1, 2.2, C)
 
 
 def test_where_data_turn_the_step_size_is_the_least() -> None:
