@@ -8,9 +8,9 @@ that these read and write, as a multiple of the bytes of the parameters. Waits o
 too, are counted on the simulated device, which `make kernels` compiles. The second table has the waits of other steps,
 of an MLP of two layers.
 
-`--families` compares whole steps of the families of generality.py with SGD's, which take turns with them: the mean
-from the first step on, medians of each kind, and the parts of a mean step, all in SGD's median step. CPU time is that
-of one thread.
+`--families` compares whole steps of the families of generality.py with SGD's, which take turns with them: the means
+of all steps and of the first 20, 50 and 100, medians of each kind, and the parts of a mean step, all in SGD's median
+step. CPU time is that of one thread.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from optimizers import KFAC, NaturalGradient
 Loss = Callable[[Tensor, Tensor], Tensor]
 KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
 SHOWN = "ordinary", "renewing"
+FIRST = 20, 50, 100  # steps, of which the mean is shown beside that of all: first steps renew often
 PARTS = "capture", "factors", "inverses", "direction"  # of an optimizer's own clock; the last is in ordinary steps, too
 
 
@@ -149,7 +150,8 @@ def prices(name: str, steps: int) -> list[str]:
         ours.step()
         kinds[kind_of(ours.optimizers[0])].append(ours.durations[-1])
     unit = statistics.median(plain.durations)
-    cells = [f"{1e3 * unit:.2f}", f"{statistics.fmean(ours.durations) / unit:.2f}"]
+    means = [statistics.fmean(ours.durations[:count]) / unit for count in (steps, *FIRST)]
+    cells = [f"{1e3 * unit:.2f}", *(f"{mean:.2f}" for mean in means)]
     cells += [f"{statistics.median(own) / unit:.2f} x {len(own)}" if own else "-" for own in kinds.values()]
     seconds = Counter[str]()
     for own in ours.optimizers:
@@ -160,7 +162,7 @@ def prices(name: str, steps: int) -> list[str]:
 def main(args: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, args, only=list(CASES | FAMILIES), steps=100, families=False)
     if options.families:
-        head = ["family", "SGD, ms", "mean", *KINDS, *PARTS]
+        head = ["family", "SGD, ms", "mean", *(f"first {count}" for count in FIRST), *KINDS, *PARTS]
         return printed(head, "lr", (prices(name, options.steps) for name in FAMILIES if name in options.only))
     simdev = simulated_device()
     head = ["model", "optimizer", *(f"{kind}: {what}" for kind in SHOWN for what in ("launches", "passes", "waits"))]
