@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvature.linalg import by_device, widen
 from optimizers.distributed.sharding import any_sharded, sum_over_shards, to_local
-from optimizers.steps.directions import Direction, Momentum, Spring, horizon
+from optimizers.steps.directions import HORIZON, Direction, Momentum, Spring, horizon
 from optimizers.steps.layer_vector import (
     Layer,
     LayerVector,
@@ -365,12 +365,14 @@ def adapted(
 ) -> TrustState:
     """The state after a look at the last step, given its ratio of slopes and the gradient's norm in the usual units.
 
-    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower.
+    `lr` is the largest of all groups. Below one, the step size adapts proportionally slower; where a schedule lowers
+    it, over the shortest horizon: the loss may still fall as steeply as before.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
-    growth = c.growth / remembered * slope_ratio(ends, starts) * min(lr, 1.0)
+    falls = lr < state.lr
+    growth = c.growth * slope_ratio(ends, starts) * (1 / HORIZON if falls else min(lr, 1.0) / remembered)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
 

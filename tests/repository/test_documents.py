@@ -125,6 +125,7 @@ def test_the_page_about_the_step_has_its_constants() -> None:
         rf"$r < \min(\rho, 0) - {c.overshoot:g}$",
         f"and $|g|$ is over {c.long:g} times the sum of its running mean and standard deviation",
         rf"e^{{{c.growth:g} \rho / h_t}}$",
+        rf"it is ${c.growth:g} \rho / {HORIZON:g}$ instead",
         f"is at least {100 * c.least:g} % times the smaller of two numbers",
         rf"$1 / \sqrt{{(1 + t / {c.early:g})(1 + t' / {c.early:g})}}$",
         f"at most {100 * c.top:g} % of the reach, and at most twice its running mean",

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from optimizers.steps.directions import HORIZON
 from optimizers.steps.trust_region import (
     TrustRegionConstants,
     TrustState,
@@ -69,10 +70,13 @@ def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
 
 
 def test_a_schedule_anneals_alone() -> None:
-    """What anneals at a constant rate begins anew where lr moves; growth is slower below one, and no faster above."""
+    """What anneals at a constant rate begins anew where lr moves; as it falls, slopes are followed over ten steps.
+
+    Where it stays below one, or rises, growth is slower below one, and no faster above.
+    """
     annealed = state(ends=-1.0, unmoved=7)
     assert look(annealed, 1.0).unmoved == 8
-    for before, lr, factor in ((1.0, 0.5, 0.5), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
+    for before, lr, factor in ((1.0, 0.5, 30 / HORIZON), (0.25, 0.5, 0.5), (1.0, 3.0, 1.0)):
         moved = look(annealed._replace(lr=before), 1.0, lr=lr)
         assert (moved.unmoved, moved.lr) == (0, lr)
         assert moved.size == pytest.approx(2 * math.exp(factor * C.growth / 30))
