@@ -25,6 +25,7 @@ from support.launches import Launches
 LAUNCHES = 24  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
 RENEWAL_LAUNCHES = 160  # of a step that renews and inverts everything, however many layers of one form there are
+DEVICE_LAUNCHES = 20  # more on a device: transfers, and triangular solves in place of a Cholesky inverse
 CALLS, CALLS_PER_LAYER = 300, 18  # of Python functions in an ordinary step with two hidden layers
 OURS = tuple(str(Path(package.__path__[0])) for package in (curvature, optimizers))
 # Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
@@ -126,7 +127,7 @@ def test_launches_of_a_renewal_do_not_grow_either(name: str, device: str) -> Non
                 assert run.step() == "renewing"
         launches[depth] = launched.count
     print(f"{name}: {launches}")
-    assert launches[9] <= launches[3] <= RENEWAL_LAUNCHES
+    assert launches[9] <= launches[3] <= RENEWAL_LAUNCHES + DEVICE_LAUNCHES * (device != "cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)
