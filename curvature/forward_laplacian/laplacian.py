@@ -61,13 +61,13 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         given = x.clone() if x.is_inference() else x
         try:
             try:
-                with preserve_state(module):
+                with preserve_state(module, is_heard=True):
                     result = _by_rules(model, given, form)
             except MixesSamples:
                 raise
             except Exception as error:  # if the model itself is wrong, the plain pass raises its own error
                 is_at_fault = not isinstance(error, Recorded)  # a recorder sees all passes
-                with preserve_state(module):
+                with preserve_state(module, is_heard=True):
                     result = _by_autograd(model, given, form)
                 if is_at_fault:
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"

@@ -391,10 +391,12 @@ def _current_stance() -> Any:
 
 
 @contextmanager
-def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
+def preserve_state(
+    model: nn.Module, trained: Collection[str] | None = None, is_heard: bool = False
+) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers, attributes that are tensors and
     random state, come what may. Of the parameters only the `trained` ones require a gradient inside (None: as outside).
-    No `Listener` hears the passes inside.
+    No `Listener` hears the passes inside, unless their result is part of the user's loss (`is_heard`).
     """
     with in_turn():
         state = ModelState(model)
@@ -403,7 +405,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
         # inside `parametrize.cached()` all passes would share the graph of the weights, and others' parameters
         cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
-        OURS.set(OURS.get() + 1)
+        OURS.set(OURS.get() + (not is_heard))
         try:
             for p, required in changed:
                 p.requires_grad_(required)
@@ -418,7 +420,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
                 "has freed: let every pass compute it anew (a forward pre-hook can empty a cache)"
             ) from error
         finally:
-            OURS.set(OURS.get() - 1)
+            OURS.set(OURS.get() - (not is_heard))
             parametrize._cache_enabled = cached
             for p, required in changed:
                 p.requires_grad_(not required)

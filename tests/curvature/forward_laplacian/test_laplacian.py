@@ -239,6 +239,17 @@ def test_steps_of_residuals_say_nothing(optimizer: type, warnings: pytest.LogCap
     assert losses[2] < losses[0] and not warnings.records
 
 
+def test_an_optimizer_hears_a_laplacian_that_is_in_the_loss(warnings: pytest.LogCaptureFixture):
+    """Its pass is that of the loop, unlike those of builders between the lines of one."""
+    model, x = one_output("tanh")
+    opt = KFAC(model)
+    for _ in range(2):
+        opt.zero_grad()
+        residual(model, x).square().mean().backward()
+        opt.step()
+    assert opt.monitor.entries[-1]["renewed"] and "kronecker" in opt.report() and not warnings.records
+
+
 UNARY = [
     "tanh", "sin", "cos", "exp", "sigmoid", "square", "tan", "sinh", "cosh", "atan", "asinh", "exp2", "expm1",
     "erf", "erfc", "sinc", "silu", "softplus", "elu", "selu", "celu", "gelu", "mish", "relu", "relu6", "leaky_relu",
