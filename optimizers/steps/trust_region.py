@@ -371,8 +371,8 @@ def adapted(
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # clipped where a step would be undone
     ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
-    falls = lr < state.lr
-    growth = c.growth * slope_ratio(ends, starts) * (1 / HORIZON if falls else min(lr, 1.0) / remembered)
+    is_falling = lr < state.lr
+    growth = c.growth * slope_ratio(ends, starts) * (1 / HORIZON if is_falling else min(lr, 1.0) / remembered)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = state.size * (state.kept if growth < 0 else 1.0)
 

@@ -38,7 +38,7 @@ REGION = re.compile(
     r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
 )
 NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
-# of README, for each peer: what is here as well, the case of silently_wrong.py, and their call in it
+# of the table in coming_from.md, for each peer: what is here as well, the case of silently_wrong.py, and their call
 PEERS = {
     "BackPACK": ("rows, norms, diagonals, factors for any model", 'padding_mode="circular"', "BatchGrad"),
     "Opacus": ("private gradients in one backward pass (no accountant)", "reads the embedding", "GradSampleModule"),
@@ -411,7 +411,7 @@ def headline() -> str:
 
 
 def peers() -> str:
-    """README's table: one case for each peer, and how many there are of all."""
+    """The table of coming_from.md: one case for each peer, and how many there are of all."""
     counts, cases = stored_of("silently_wrong").tables
     _, _, calls, right, refused, *_ = counts.rows[-1]
     rows = []
