@@ -68,7 +68,7 @@ class TrustRegionConstants:
     most: float = 2.0  # longest gradient, and longest change of the outputs, as a multiple of the running mean
     turn: float = 0.25  # ratio so far below zero, after a mean so far above, of gradients not shorter: other data
     long: float = 1.5  # times the mean and a standard deviation: a longer gradient is a sign of instability
-    far: float = 100.0  # times the mean: longer ones count as so long, since the loss may have another scale
+    far: float = 100.0  # times the mean: longer ones tell nothing of it, unless all over a horizon are
     decay: float = 0.97  # of these means, which must not follow an instability that builds up over some steps
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
@@ -83,6 +83,7 @@ class TrustState(NamedTuple):
     longest: float  # its largest value
     lr: float  # of the last step
     unmoved: float = 0.0  # number of steps since it has moved, or the loss has another scale
+    far: float = 0.0  # number of gradients in a row that were far too long
     spread: float = 0.0  # running standard deviation of the gradients' norms
     slope: float = 0.0  # predicted, of the loss along the last step at its start: negative; zero if there is none
     kept: float = 1.0  # share of it that the bounds on the layers have left
@@ -152,6 +153,7 @@ class TrustRegionStep(StepRule):
         steps, lr = preconditioner.monitor.steps - self.first_step, max([x["lr"] for x in context.options.values()])
         if state is not None:
             state = begun_again(state, ratio := slope_ratio(facts.along_last, state.slope), c)
+            state = state._replace(far=state.far + 1 if facts.norm > c.far else 0.0)
             if is_overshoot(state, ratio, facts.norm, c):
                 self.state, back = undone(state, ratio, c), self._undo(context, last)
                 moves = evened(relative_lengths(g.layout, facts.lengths, facts.sizes), c.even)[1]
@@ -378,9 +380,9 @@ def adapted(
 
     weight = max(1 / (1 + steps), 1 - c.decay)
     off = min(norm, c.most) - 1
-    # the new norm in units of the old; as long after a step was undone as before, it is the scale of the loss
-    is_new_scale = norm > c.far and not state.slope
-    unit = norm if is_new_scale else 1 + weight * (clipped(norm, 1.0, c) - 1)
+    # the new norm in units of the old; single gradients that are far too long are of samples that are not fitted yet
+    is_new_scale = state.far > HORIZON
+    unit = norm if is_new_scale else 1.0 if state.far else 1 + weight * off
     return state._replace(
         size=size * math.exp(growth) * unit,
         starts=starts / unit,
@@ -391,6 +393,7 @@ def adapted(
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         lr=lr,
         unmoved=0.0 if is_new_scale or lr != state.lr else state.unmoved + 1,
+        far=0.0 if is_new_scale else state.far,
     )
 
 

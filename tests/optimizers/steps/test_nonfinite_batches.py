@@ -125,6 +125,23 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
     assert all(t.isfinite().all() for t in everything(opt, model).values())
 
 
+@pytest.mark.parametrize("optimizer, seed", [(KFAC, 0), (EKFAC, 1)])
+def test_gradients_far_out_of_scale_move_nothing_far(optimizer: type[KFAC], seed: int):
+    """Two in a row, a thousand times as long as those of targets that are fitted: this is no other scale of the loss."""
+    with seeded(seed):
+        x, model = torch.randn(512, 10), nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
+        y = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))(x).detach()
+        opt, losses = optimizer(model), []
+        for step in range(700):
+            rows = torch.randint(512, (64,))
+            noise = 3 * torch.randn(64, 1) if step in (500, 501, 600, 601) else 0
+            opt.zero_grad()
+            F.mse_loss(model(x[rows]), y[rows] + noise).backward()
+            opt.step()
+            losses.append(F.mse_loss(model(x), y).item())
+    assert max(losses[500:]) < 3 * losses[499]
+
+
 with seeded(0):
     X = torch.randn(128, 8)
     Y = (X @ torch.randn(8, 3)).argmax(1)

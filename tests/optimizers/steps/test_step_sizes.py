@@ -97,12 +97,13 @@ def test_sizes_and_slopes_follow_the_unit_of_gradients() -> None:
     assert (known.starts, known.ends) == pytest.approx((-1 / 0.75, -1 / 0.75))
 
 
-def test_few_steps_find_another_scale_of_the_loss() -> None:
-    """A long gradient moves the mean little, a far longer one more; after a step was undone it is the usual one."""
-    assert look(state(), 1.0, norm=1e6).norm == pytest.approx(0.97 + 0.03 * C.far)
-    after = look(undone(state(unmoved=9), -1e6, C), 0.0, norm=1e6)
-    assert after.norm == 1e6 and after.unmoved == 0  # what anneals begins anew
-    assert look(undone(state(), -3.0, C), 0.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2)
+def test_gradients_that_are_far_too_long_tell_nothing_until_all_over_a_horizon_are() -> None:
+    """Then the loss has another scale: the mean is theirs, and what anneals begins anew."""
+    after = look(state(unmoved=9, far=HORIZON), 0.0, norm=1e6)
+    assert (after.norm, after.longest, after.unmoved, after.far) == (1, 1, 10, HORIZON)
+    after = look(state(unmoved=9, far=HORIZON + 1), 0.0, norm=1e6)
+    assert (after.norm, after.longest, after.unmoved, after.far, after.change) == (1e6, 1e6, 0, 0, 0)
+    assert look(state(), -3.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2)
 
 
 def test_after_an_overshoot_the_step_size_is_that_of_the_secant() -> None:
