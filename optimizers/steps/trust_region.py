@@ -135,6 +135,8 @@ class TrustRegionStep(StepRule):
             preconditioner.recorder.scaling.unscale(gradients)
         elif preconditioner.has_seen_empty_batches_only() or not context.unscale_and_check_finite(gradients):
             return self._left_out(context, loss, gradients)
+        elif self._went_too_far(context, gradients):  # what the pass has measured is of a place that is left again
+            preconditioner.recorder.discard()
         else:
             renewal = context.renew(gradients)
             self._compare_energies(context)
@@ -209,6 +211,17 @@ class TrustRegionStep(StepRule):
         direction = self.direction(context, g, unit)
         # the last step is judged by the gradient as it came
         return direction, _read(context, g, last, direction)._replace(norm=facts.norm, along_last=facts.along_last)
+
+    def _went_too_far(self, context: StepContext, gradients: Named) -> bool:
+        """Whether the last step will be undone."""
+        state, c = self.state, self.constants
+        if state is None or not state.slope:
+            return False
+        g = LayerVector.of(layout_of_step(context, gradients), gradients)
+        g.multiply_(1 / state.norm)
+        facts = _read(context, g, self._last(context, g.layout))
+        ratio = slope_ratio(facts.along_last, state.slope)
+        return is_overshoot(begun_again(state, ratio, c), ratio, facts.norm, c)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """A batch that is not finite is left out; the second in a row undoes the last step and shortens the next."""
@@ -291,21 +304,23 @@ class TrustRegionStep(StepRule):
 # -- one read
 
 
-def _read(context: StepContext, g: LayerVector, last: LayerVector, direction: Direction) -> Facts:
-    """Ask for all numbers at once; all processes go by those of the first."""
+def _read(context: StepContext, g: LayerVector, last: LayerVector, direction: Direction | None = None) -> Facts:
+    """Ask for all numbers at once, without a direction for what needs none; all processes go by those of the first."""
     layout, trained, home = g.layout, context.trained, g.layout.home
-    parameters, is_spread = [trained[name] for name in layout.names], any_sharded(trained.values())
-    runs, layers = len(layout.runs), len(layout.layers)
-    u, right, slope_of = direction.u, direction.right, direction.slope_of
-    products = u.layer_dots(right)
-    slopes = [] if slope_of is right else u.layer_dots(slope_of)
+    names, layers = (layout.names, layout.layers) if direction else ([], [])
+    parameters, is_spread = [trained[name] for name in names], any_sharded(trained.values())
+    runs, products, slopes, directions = len(layout.runs), [], [], []
+    if direction:
+        u, right, slope_of = direction.u, direction.right, direction.slope_of
+        products, directions = u.layer_dots(right), u.layers
+        slopes = [] if slope_of is right else u.layer_dots(slope_of)
     local = list(map(to_local, parameters)) if is_spread else parameters
     # g·last by run; u·right, and u·slope_of if it is another, by layer; |g| by run; |u| by layer; |p|
-    lengths = norms([*g.vectors, *u.layers, *local])
+    lengths = norms([*g.vectors, *directions, *local])
     numbers = joined([*g.dot(last), *products, *slopes, *lengths], home)
     if is_spread:
-        of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.names_by_run, layout.layers))
-        count, numbers = runs + layers * (2 if slopes else 1), widen(numbers)
+        of_runs, of_layers = ([trained[first] for first, *_ in some] for some in (layout.names_by_run, layers))
+        count, numbers = runs + len(layers) * (2 if slopes else 1), widen(numbers)
         sums = torch.cat([numbers[:count], numbers[count:].square()])  # of norms the squares add up over shards
         of_sums = [*of_runs, *of_layers, *(of_layers if slopes else ())]
         numbers = sum_over_shards(sums, [*of_sums, *of_runs, *of_layers, *parameters])
@@ -314,10 +329,10 @@ def _read(context: StepContext, g: LayerVector, last: LayerVector, direction: Di
         numbers = torch.cat([numbers, joined([found_inf], home)])
     values = iter(context.preconditioner.team.processes.agreed(numbers).tolist())
     take = lambda count: list(itertools.islice(values, count))
-    along, along_right = sum(take(runs)), take(layers)
-    along_slope = take(layers) if slopes else along_right
+    along, along_right = sum(take(runs)), take(len(layers))
+    along_slope = take(len(layers)) if slopes else along_right
     norm = math.hypot(*take(runs))
-    facts = Facts(norm, along, along_right, along_slope, take(layers), take(len(parameters)))
+    facts = Facts(norm, along, along_right, along_slope, take(len(layers)), take(len(parameters)))
     is_bad = any(values)  # as a GradScaler has found
     return facts._replace(norm=math.nan) if is_bad else facts
 
