@@ -47,11 +47,12 @@ def _is_batch(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2 or isinstance(entry, Mapping) and bool(_target_of(entry))
 
 
-def require_pairs(data: Any) -> None:
+def require_pairs(data: Any, what: str = "data") -> None:
     """Refuse what is neither a pair nor an iterable of pairs (TypeError), without iterating."""
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
         raise TypeError(
-            f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}{recipe(data)}"
+            f"{what}: expected a pair (x, y) or an iterable of pairs (a DataLoader), found "
+            f"{kind_of(data)}{recipe(data)}"
         )
 
 

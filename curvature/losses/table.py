@@ -410,7 +410,10 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
         if isinstance(target, list):
             return parts
         return type(target)(*parts) if hasattr(target, "_fields") else tuple(parts)
-    raise ValueError(f"a target must be a tensor, None, a tuple, list or dict of these, got {type(target).__name__}")
+    raise ValueError(
+        f"y: a target must be a tensor, None, a tuple, list or dict of these, got {type(target).__name__}; pass "
+        "torch.as_tensor(y) of numbers"
+    )
 
 
 def _resolve(

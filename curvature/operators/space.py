@@ -195,19 +195,25 @@ class Space:
             count: number of columns.
             generator: on any device; by default a new one with seed 0, which leaves the global random state untouched.
         """
-        generator = generator or self.generator()
+        generator = self.generator(generator)
         drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
         return drawn.to(self.device).T
 
     def signs(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent random signs, (P, count); the generator is as for `normal`."""
-        generator = generator or self.generator()
+        generator = self.generator(generator)
         drawn = torch.randint(2, (count, self.size), device=generator.device, generator=generator)
         return (2 * drawn - 1).to(self.device, self.dtype).T
 
-    def generator(self) -> torch.Generator:
-        """A new generator on the device, with seed 0."""
-        return torch.Generator(self.device).manual_seed(0)
+    def generator(self, given: torch.Generator | None = None) -> torch.Generator:
+        """The one that was given, or a new one on the device, with seed 0."""
+        if given is None:
+            return torch.Generator(self.device).manual_seed(0)
+        if not isinstance(given, torch.Generator):
+            raise TypeError(
+                f"generator: expected a torch.Generator, as torch.Generator().manual_seed(0), found {given!r:.80}"
+            )
+        return given
 
     def state(self) -> dict[str, Any]:
         """Lists and strings for `Space.restore`."""

@@ -54,7 +54,7 @@ def lanczos(
         ValueError: k is not positive, or the start is zero or has a wrong shape.
     """
     op = as_operator(op)
-    generator = generator or op.space.generator()
+    generator = op.space.generator(generator)
     first = op.space.normal(1, generator) if start is None else op.space.checked(start, (op.space.size,), "start")
     with op._one_call():
         alphas, betas, basis = _lanczos_from_starts(op, k, first.reshape(-1, 1), generator)
@@ -178,7 +178,7 @@ def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generat
     """Nodes and weights (vectors, steps) with ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
     check_whole("vectors", vectors, 1)
     check_whole("steps", steps, 1)
-    generator = generator or op.space.generator()
+    generator = op.space.generator(generator)
     together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
     starts = op.space.normal(vectors, generator).split(together, 1)
     with op._one_call():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvature.arguments import check_whole
+from curvature.arguments import check_range, check_whole
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
 from curvature.kronecker import Basis, Scheme, two_sided
 from curvature.linalg import full_precision, matmul, psd_eigh, qr, stack
@@ -165,11 +165,13 @@ def _by_parameter(
 ) -> dict[str, Tensor]:  # fmt: skip
     """All training samples' scores. In an eigenbasis, that of a bias is not apart from that of its weight."""
     for what, data in (("train", train), ("query", query)):
-        require_pairs(data)
+        require_pairs(data, what)
         require_order(data, what)
     if curvature is None:
         curvature = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress)
     K = as_operator(curvature)
+    if damping is not None:
+        check_range("damping", damping, 0.0, math.inf)
     if rank is not None:
         check_whole("query_rank", rank, 1)
     names = K.space.names

@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support import page_outputs
+from support.architecture import ROOT
 from support.cases.case import seeded
-from support.documents import run_here, text_of
+from support.documents import text_of
 from support.training import assert_same, copied, order_seed
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
@@ -315,8 +317,11 @@ def test_hooks_on_parts_go_when_the_model_is_called():
 @pytest.mark.filterwarnings("ignore")
 def test_the_guide(accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    page = text_of("guides/frameworks.md")
+    shown = page_outputs.outputs(page)
     with seeded(0):
-        run_here("guides/frameworks.md", text_of("guides/frameworks.md"))
+        printed = page_outputs.outputs(page_outputs.with_outputs(page, str(ROOT / "docs/guides/frameworks.md")))
+    assert shown and page_outputs.lines_agree(shown, printed), printed
 
 
 # -- habits

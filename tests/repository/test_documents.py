@@ -42,9 +42,6 @@ def run_script(name: str) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_blocks_run(path: Path, tmp_path: Path) -> None:
     script = script_of(path.read_text("utf-8"))
-    for peer in PEERS:
-        if f"from {peer}" in script:
-            pytest.importorskip(peer, reason="a peer of the bench extra is missing: make test installs it")
     result = run(script, path.name, tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
@@ -52,6 +49,9 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
 def test_blocks_print_what_the_page_shows(path: Path, tmp_path: Path) -> None:
     """python tests/support/page_outputs.py writes it anew."""
+    for peer in PEERS:
+        if f"from {peer}" in path.read_text("utf-8"):
+            pytest.importorskip(peer, reason="a peer of the bench extra is missing: make test installs it")
     result = programs.run(write_outputs, path, folder=tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     shown = page_outputs.outputs(path.read_text("utf-8"))
@@ -67,6 +67,12 @@ def test_outputs_agree_to_rounding_alone() -> None:
     agree = page_outputs.agree
     assert agree("loss 0.25, error 3e-16\n", "loss 0.30, error 4e-15\n") and not agree("loss 0.25", "loss 0.9")
     assert not agree("error 3e-16", "error 3e-13") and not agree("loss 1", "cost 1") and not agree("1 2", "1")
+
+
+def test_some_lines_agree_in_their_order() -> None:
+    agree = page_outputs.lines_agree
+    assert agree("loss 1\nend\n", "log\nloss 1.2\nlog\nend\n") and not agree("end\nloss 1\n", "loss 1\nend\n")
+    assert not agree("loss 1\n", "log\nloss 9\n")
 
 
 def prose_of(path: Path) -> str:

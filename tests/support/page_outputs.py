@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     *("adapters", "attribution", "choosing", "compression", "derivatives", "laplace", "merging", "operators"),
-    *("optimizers", "projections", "reports"),
+    *("optimizers", "privacy", "projections", "reports", "step_rules"),
 )
 PAGES = [ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / f"docs/guides/{name}.md" for name in GUIDES)]
 BLOCK = re.compile(r"(?P<code>^```python\n(?P<lines>.*?)^```\n)(?P<shown>\n```text\n(?P<text>.*?)^```\n)?", re.M | re.S)
@@ -37,6 +37,12 @@ def with_outputs(page: str, name: str = "page") -> str:
         return match["code"] + (f"\n```text\n{text}```\n" if text else "")
 
     return BLOCK.sub(run, page)
+
+
+def lines_agree(shown: str, printed: str) -> bool:
+    """Whether what is shown is some of the printed lines, in their order: frameworks print lines of their own."""
+    lines = iter(printed.splitlines())
+    return all(any(agree(line, other) for other in lines) for line in shown.splitlines())
 
 
 def outputs(page: str) -> str:

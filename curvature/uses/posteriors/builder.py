@@ -73,8 +73,8 @@ def laplace(
             M^2 numbers for samples times outputs M < P), or "last_layer" (dense over the parameters of the last module
             that the forward pass reads parameters of; all others stay fixed).
         prior: precision, in 1 / parameter^2: a number, or one for each layer (a tensor, or by ``posterior.layers``). By
-            default 1; for classes the least by which the mean confidence on up to 128 samples of the first batch falls
-            by no more than 0.003. A warning is logged where a given prior lowers it by half.
+            default 1; for classes the least by which the log loss of up to 128 samples of the first batch rises by no
+            more than 4e-5 of that of guesses. A warning is logged where a given prior halves the mean confidence.
         noise: standard deviation of the labels around the output, in their units; only for ``MSELoss``, by default 1.
 
     Raises:
@@ -169,7 +169,7 @@ def confidence_of(labels: ClassLabel, batch: Batch, output: Tensor) -> Confidenc
         return None
     size = count if count == batch.count else max(1, count // PARTS)
     starts = range(0, batch.count - size + 1, max(1, (batch.count - size) // (PARTS - 1)))[:PARTS]
-    inputs = [(batch.part(slice(start, start + size)).x, None) for start in starts]
+    parts = [batch.part(slice(start, start + size)) for start in starts]
     f = torch.cat([output[start : start + size] for start in starts])
     mean = float(labels.confidence(f, torch.zeros_like(f)))
-    return Confidence(labels, inputs, mean, 1 / labels.classes(output))
+    return Confidence(labels, [(part.x, part.y) for part in parts], mean, 1 / labels.classes(output))

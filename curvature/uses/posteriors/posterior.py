@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.arguments import check_flag, check_whole
+from curvature.gradients import require_pairs
 from curvature.linalg import (
     NotDefinite,
     full_precision,
@@ -32,7 +34,7 @@ from curvature.uses.posteriors.search import least_that_passes, one_by_one
 log = logging.getLogger("curvature")
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
-CAUTION = 0.003  # by which the default prior may lower the mean confidence on the training data
+CAUTION = 4e-5  # by so much of the log loss of guesses the default prior may raise that of the training data
 DECADES = -3.0, 5.0  # of priors that are tried, around the precision of the parameters' own spread
 UNSURE = (
     "laplace: with the prior %s the mean confidence on the training data falls from %.2f to %.2f, so predictions on "
@@ -45,10 +47,10 @@ TermsOfOutputs = Mapping[str, TermsByVector]  # by parameter, of each entry of t
 
 @dataclass(frozen=True)
 class Confidence:
-    """The network's mean probability of the likeliest class on some of the data, which are pairs without a target."""
+    """The network's mean probability of the likeliest class on some of the data, which are pairs."""
 
     labels: ClassLabel
-    inputs: Sequence[tuple[Any, None]]
+    data: Sequence[tuple[Any, Any]]
     mean: float
     chance: float  # one by the number of classes
 
@@ -182,7 +184,7 @@ class LaplacePosterior:
         if samples is None:
             return labels.marginal(f, variances(f, covariance), self.noise)
         values, vectors = psd_eigh(covariance)
-        generator = generator or self.curvature.space.generator()
+        generator = self.curvature.space.generator(generator)
         e = torch.randn(samples, *values.shape, generator=generator, dtype=values.dtype, device=generator.device)
         draws = ((e.to(values.device) * values.sqrt())[..., None, :] @ vectors.mT).reshape(samples, *f.shape).to(f) + f
         each = labels.given(draws.flatten(0, 1), self.noise)
@@ -245,7 +247,7 @@ class LaplacePosterior:
             raise ValueError(f"noise: {type(self.fit.loss).__name__} has its own; only MSELoss takes one")
         return self.noise if given is None else noise_of(given, self.curvature.space.device)
 
-    def optimize_prior(self, *, per_layer: bool = False, steps: int = 50, validation: Any = None) -> LaplacePosterior:
+    def optimize_prior(self, validation: Any = None, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
         """The posterior with the best prior precision, and for ``nn.MSELoss`` noise; mean and curvature stay.
 
         Without validation data, that of largest `log_marginal_likelihood`, by L-BFGS in log space. With them, that of
@@ -254,13 +256,16 @@ class LaplacePosterior:
         almost vanished, and the marginal likelihood is largest at a prior with which predictions are close to chance.
 
         Args:
+            validation: a pair ``(x, y)`` that the model was not trained with, or an iterable of pairs as in `laplace`.
             per_layer: whether each layer gets its own precision.
             steps: of L-BFGS, at most.
-            validation: a pair ``(x, y)`` that the model was not trained with, or an iterable of pairs as in `laplace`.
 
         Raises:
             ValueError: there is no maximum (where the outputs meet the labels exactly, none of the noise).
+            TypeError: an argument of the wrong kind.
         """
+        check_flag("per_layer", per_layer)
+        check_whole("steps", steps, 1)
         if validation is not None:
             return self._fit_to_validation(validation, per_layer)
         has_noise = self.fit.labels.has_noise
@@ -290,6 +295,7 @@ class LaplacePosterior:
 
     def _fit_to_validation(self, validation: Any, per_layer: bool) -> LaplacePosterior:
         """By the log loss of validation data; points are decades: of the prior or each layer's, then of the noise."""
+        require_pairs(validation, "validation")
         has_noise = self.fit.labels.has_noise
 
         def at(point: Sequence[float]) -> LaplacePosterior:
@@ -342,13 +348,22 @@ class LaplacePosterior:
             return 0.0
         parts: list[Tensor] = []
         rate = lambda f, covariance: sure.labels.confidence(f, variances(f, covariance))
-        self.each(sure.inputs, lambda f, covariance, _: parts.append(rate(f, covariance)))
+        self.each(sure.data, lambda f, covariance, _: parts.append(rate(f, covariance)))
         return float(torch.stack(parts).mean())
 
     def with_cautious_prior(self, sure: Confidence) -> LaplacePosterior:
-        """With the least prior by which the confidence on the training data is nearly that of the network."""
-        passes = lambda x: self.with_prior(10.0**x).confidence(sure) >= sure.mean - CAUTION
+        """With the least prior by which the log loss of the training data is nearly that of the network."""
         low, high = (self._decades() + end for end in DECADES)
+        losses: list[Tensor] = []
+
+        def visit(f: Tensor, _: Tensor, y: Any) -> None:
+            # guesses, where each class is as likely, have the class weights and ignored labels of the loss
+            losses.append(torch.stack([widen(self.fit.loss(at, y)) for at in (f, torch.zeros_like(f))]))
+
+        self.with_prior(10.0**high).each(sure.data, visit)
+        of_network, of_guesses = torch.stack(losses).sum(0).tolist()
+        most = of_network + CAUTION * of_guesses
+        passes = lambda x: self.with_prior(10.0**x)._log_loss(sure.data) <= most
         return self.with_prior(10.0 ** least_that_passes(passes, low, high))
 
     def warn_if_unsure(self) -> None:

@@ -104,6 +104,11 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, part in curvature.influence_by_place(model, LOSS, *pieces, whole, query_rank=1).items():
         total = curvature.influence_by_parameter(model, LOSS, *pieces, whole, query_rank=1)[name]
         torch.testing.assert_close(part.sum(2), total)
+    for damping, error in ("a", TypeError), (-1.0, ValueError):
+        with pytest.raises(error, match="damping: expected"):
+            curvature.influence(model, LOSS, train, query, damping=damping)
+    with pytest.raises(TypeError, match="query: expected a pair"):
+        curvature.influence(model, LOSS, train, query[0])
     with pytest.raises(TypeError, match=r"query_rank: expected a whole number, found 1\.5"):
         curvature.influence(model, LOSS, train, query, query_rank=1.5)
     with pytest.raises(ValueError, match="query_rank: expected a whole number of at least 1, found 0"):

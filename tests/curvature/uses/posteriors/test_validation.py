@@ -2,11 +2,13 @@
 
 import copy
 import logging
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_wine
 from torch import Tensor, nn
 
 import curvature
@@ -89,24 +91,47 @@ def clusters() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return model, data
 
 
-def confidence(p: Tensor) -> float:
-    return float(p.amax(1).mean())
-
-
-def test_by_default_classes_keep_the_networks_confidence_on_the_training_data() -> None:
+def test_by_default_the_log_loss_of_classes_hardly_rises() -> None:
+    """By at most 4e-5 of that of guesses; a prior of half the size, or less, would raise it by more."""
     model, (x, y) = clusters()
-    sure = confidence(model(x).softmax(1).detach())
-    for structure in ("kfac", "last_layer"):
-        posterior = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y), structure)
-        by_default = confidence(posterior.predict(x).mean)
-        assert sure - 0.01 < by_default < sure
-        assert confidence(posterior.with_prior(posterior.prior / 10).predict(x).mean) < by_default - 0.003
-    ones = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 1))
+    x, y = x[:120], y[:120]
+    some = torch.where(torch.arange(120) % 3 > 0, y, -100)  # of the others the loss knows nothing
+    weights = torch.tensor([1.0, 20.0, 0.1, 3.0])
     with seeded(0):
-        train(ones, KFAC(ones), nn.BCEWithLogitsLoss(), x, (y[:, None] > 1).float(), 40)
-    p = curvature.laplace(ones, nn.BCEWithLogitsLoss(), (x, (y[:, None] > 1).float())).predict(x).mean
-    q = ones(x).sigmoid().detach()
-    assert 0 < float(torch.maximum(q, 1 - q).mean() - torch.maximum(p, 1 - p).mean()) < 0.01
+        one = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 1))
+        above = (y[:, None] > 1).float()
+        train(one, KFAC(one), nn.BCEWithLogitsLoss(), x, above, 40)
+    for network, loss, labels, structure in (
+        (model, nn.CrossEntropyLoss(), y, "kfac"),
+        (model, nn.CrossEntropyLoss(), y, "last_layer"),
+        (model, nn.CrossEntropyLoss(weights), some, "kfac"),
+        (one, nn.BCEWithLogitsLoss(), above, "kfac"),
+    ):
+        posterior = curvature.laplace(network, loss, (x, labels), structure)
+
+        def rise(prior: Tensor) -> float:
+            with torch.no_grad():
+                f, covariance = posterior.with_prior(prior).outputs(x)  # noqa: B023
+                shrunk = f / (1 + math.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()
+                at, network_at, guess = (loss(z, labels).double() for z in (shrunk, f, 0 * f))  # noqa: B023
+            return float((at - network_at) / guess)
+
+        assert rise(posterior.prior) < 4.1e-5 < rise(posterior.prior / 2)
+
+
+def test_by_default_a_network_that_is_right_stays_as_good() -> None:
+    """Of wine, few training samples and no mistake on others."""
+    x, y = map(torch.as_tensor, load_wine(return_X_y=True))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    x, y = x[order].float(), y[order]
+    x = (x - x[:89].mean(0)) / x[:89].std(0)
+    with seeded(1):
+        model = nn.Sequential(nn.Linear(13, 50), nn.LayerNorm(50), nn.ReLU(), nn.Linear(50, 3))
+        train(model, KFAC(model), nn.CrossEntropyLoss(), x[:89], y[:89], 60)
+    network = float(F.cross_entropy(model(x[133:]), y[133:]).detach())
+    assert network < 0.03
+    p = curvature.laplace(model, nn.CrossEntropyLoss(), (x[:89], y[:89])).predict(x[133:]).mean
+    assert F.nll_loss(p.log(), y[133:]) < network + 0.003
 
 
 def test_a_prior_that_halves_confidence_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,8 +152,15 @@ def test_what_a_search_needs_is_asked_for() -> None:
     x, y = held_out("classes")
     with pytest.raises(ValueError, match="not finite with any prior"):
         posterior.optimize_prior(validation=(x * float("nan"), y))
-    with pytest.raises(TypeError, match="data: expected a pair"):
-        posterior.optimize_prior(validation=x)
+    with pytest.raises(TypeError, match="validation: expected a pair"):
+        posterior.optimize_prior(x)
+    for wrong, error in ({"steps": "5"}, TypeError), ({"steps": 0}, ValueError), ({"per_layer": 1}, TypeError):
+        with pytest.raises(error, match=next(iter(wrong))):
+            posterior.optimize_prior(**wrong)
+    for draw in (lambda g: posterior.predict(x, 2, generator=g), lambda g: posterior.sample(2, generator=g)):
+        for seed in (0, 1):  # not to be taken for none
+            with pytest.raises(TypeError, match="expected a torch.Generator"):
+                draw(seed)
     wide = nn.Linear(2, 5000).double()
     data = torch.randn(3, 2).double(), torch.arange(3)
     with pytest.raises(ValueError, match=r"pass prior=\.\.\."):
