@@ -395,14 +395,6 @@ def test_a_hessian_through_a_function_that_gets_a_gradient_of_zero_in_places() -
         torch.testing.assert_close(builder(model, cox, (x, y)).to_dense(), matrix)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
-    model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
-    found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
-    entries = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
-    torch.testing.assert_close(found, torch.stack(entries).reshape(2, 5, 3, 3, 4))
-
-
 # torch's second derivative of a group norm, for several vectors at once, needs these sizes not to raise
 GROUP_NORMS = {
     "as many samples as channels": (4, (4,), nn.GroupNorm(1, 4, affine=False)),
