@@ -210,16 +210,6 @@ def test_laplacians_through_functions_of_the_users(function: Any) -> None:
     torch.testing.assert_close(curvature.laplacian(model, x)[2], expected)
 
 
-def test_samples_that_meet_have_no_laplacian_at_the_second_call_either() -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="depends on the other samples"):
-            curvature.laplacian(centred, torch.ones(4, 3).cumsum(0))
-
-
-def centred(x: Tensor) -> Tensor:
-    return (x - x.mean(0)).sin().sum(1)
-
-
 @pytest.mark.parametrize("in_loss", [False, True])
 def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
     in_loss: bool, caplog: pytest.LogCaptureFixture

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from support.cases.shared import LATE
 from support.odd.table import PIXELS, WORDS, C, T, X, changed, classifier, entropy, fit, linear, net, odd, raw
 
 
@@ -138,3 +139,5 @@ def tied_layers() -> nn.Module:
 tied_words = raw(lambda m, i: F.linear(m.words(i).mean(1), m.words.weight)[:, :3], words=lambda: nn.Embedding(7, 4))
 classifier("tied_layers", tied_layers)
 classifier("tied_words", tied_words, lambda m: entropy(m(WORDS)))
+for name, build in LATE.items():
+    odd(name, build, lambda m: F.mse_loss(m(X[:, :2]), T[:, :2]))
