@@ -67,7 +67,6 @@ def options(kind, **values):
 WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
 OF_INDICES = options(nn.CrossEntropyLoss, weight=WEIGHT, ignore_index=2, label_smoothing=0.2)
 OF_INDICES |= options(nn.NLLLoss, weight=WEIGHT, ignore_index=0)
-OF_PROBABILITIES = options(nn.CrossEntropyLoss, weight=WEIGHT, label_smoothing=0.2)
 
 
 @in_pairs(loss=OF_INDICES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
@@ -76,14 +75,6 @@ def test_class_indices(loss, layout, reduction, count):
     shape, output_dim, target_dim = LAYOUTS[layout](count)
     target = randint(C, (shape[0], *shape[2:]))
     agree(kind(reduction=reduction, **option), randn(*shape), target, count, output_dim, target_dim)
-
-
-@in_pairs(loss=OF_PROBABILITIES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
-def test_class_probabilities(loss, layout, reduction, count):
-    kind, option = OF_PROBABILITIES[loss]
-    shape, dim, _ = LAYOUTS[layout](count)
-    target = randn(*shape, seed=1).softmax(1)
-    agree(kind(reduction=reduction, **option), randn(*shape), target, count, dim, dim)
 
 
 @in_pairs(name=OF_INDICES, shape=[(3, C), (3, C, 5), (3, C, 2, 3), (15, C)], reduction=REDUCTIONS)
@@ -183,19 +174,6 @@ def test_bce_weight_per_sample(shape, weight, kind, reduction):
         return torch.stack([f(output[n : n + 1], target[n : n + 1]) for n, f in enumerate(alone)])
 
     agree(kind(reduction=reduction, weight=rows), rand(*shape), target, 3, reference=reference)
-
-
-@reductions
-@counts
-@pytest.mark.parametrize("rows", [1, 2])
-def test_margins(rows, count, reduction):
-    n = rows * count
-    for option in ({}, {"p": 2, "margin": 0.5}, {"weight": WEIGHT}):
-        agree(nn.MultiMarginLoss(reduction=reduction, **option), randn(n, C), randint(C, (n,)), count)
-    labels = torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]]).repeat(n, 1)[:n]
-    agree(nn.MultiLabelMarginLoss(reduction=reduction), randn(n, C), labels, count)
-    weighted = nn.MultiLabelSoftMarginLoss(reduction=reduction, weight=WEIGHT)
-    agree(weighted, randn(n, C), binary(n, C), count)
 
 
 TORCH = (ValueError, RuntimeError)  # torch itself says no, in its own way
