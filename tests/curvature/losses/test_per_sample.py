@@ -148,20 +148,6 @@ def test_losses_of_entries(name, layout, reduction, count):
     agree(kind(reduction=reduction), output(*shape), target(*shape), count, dim, dim)
 
 
-FLAT, IMAGE = (C,), (C, 2, 3)
-WEIGHTED = [(FLAT, (C,)), (FLAT, ()), (FLAT, (1, C)), (IMAGE, IMAGE), (IMAGE, (C, 1, 1)), (IMAGE, (3,))]
-
-
-@in_pairs(shapes=WEIGHTED, kind=[nn.BCEWithLogitsLoss, nn.BCELoss], reduction=REDUCTIONS, count=COUNTS)
-def test_bce_weights(shapes, kind, reduction, count):
-    """Weights that broadcast over the samples."""
-    shape, tail = shapes
-    option = {"weight": rand(*tail, seed=3)}
-    if kind is nn.BCEWithLogitsLoss:
-        option["pos_weight"] = 3 * rand(*tail, seed=4)
-    agree(kind(reduction=reduction, **option), rand(count, *shape), binary(count, *shape), count)
-
-
 @reductions
 @pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.BCELoss])
 @pytest.mark.parametrize("shape, weight", [((3,), (3,)), ((3, C), (3, 1)), ((3, 3), (3, 1)), ((3, C), (3, C))], ids=str)
@@ -360,13 +346,3 @@ def test_low_precision(dtype, reduction):
         got = per_sample_losses(loss, output.to(dtype), y, 3)
         assert got.dtype == dtype
         torch.testing.assert_close(got, loop(loss, output.to(dtype), y, 3), rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_second_derivatives_of_modules_and_functions_alike():
-    """By torch.func, against autograd through the loop; also for a sample without a valid place."""
-    output, target = randn(3, C, 2), randint(C, (3, 2)).index_fill(0, torch.tensor(1), -100)
-    for loss in (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), F.cross_entropy):
-        agree(loss, output, target, 3)
-        got = torch.func.hessian(lambda o, f=loss: per_sample_losses(f, o, target, 3).sum())(output)
-        want = torch.autograd.functional.hessian(lambda o, f=loss: loop(f, o, target, 3).sum(), output)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
