@@ -279,28 +279,6 @@ def test_closures_of_adaptive_steps():
         opt.step(lambda: loss_of(model, opt).detach())
 
 
-LAZY = ["fisher", "gauss_newton", "empirical_fisher", "hessian"]  # they look at loss and data when they are used
-BUILDERS = ["kfac", "ekfac", "fisher_diagonal", "fisher_blocks", *LAZY]
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_matrices(name: str):
-    """Of models, losses, data and injections that are none."""
-    model, loss, function = network(), nn.CrossEntropyLoss(), getattr(curvature, name)
-    for wrong in (model.parameters(), None, nn.Linear):
-        kind = "the class Linear, no instance of it" if wrong is nn.Linear else type(wrong).__name__
-        with pytest.raises(TypeError, match=f"model: expected a torch.nn.Module, found {kind}"):
-            function(wrong, loss, (X, Y))
-    if name not in LAZY:
-        for wrong in ("mse", 3):
-            with pytest.raises(TypeError, match="loss: expected a loss module or a callable"):
-                function(model, wrong, (X, Y))
-        for wrong in (None, 3, X):
-            with pytest.raises(TypeError, match="data: expected a pair"):
-                function(model, loss, wrong)
-    assert_untouched(model)
-
-
 def squares_of_own(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (output - y).square().mean()
 
@@ -350,12 +328,6 @@ def test_models_that_return_one_number(loss: Any) -> None:
     with pytest.raises(ValueError, match=r"the shape of the output is \(\)"):
         curvature.per_sample_jacobians(model, POINTS)
     assert (curvature.hessian(model, loss, data) @ torch.ones(15)).isfinite().all()
-
-
-@pytest.mark.parametrize("name", [*BUILDERS, "laplace"])
-def test_a_loss_without_brackets(name: str):
-    with pytest.raises(TypeError, match=r"loss: .* the class CrossEntropyLoss: pass CrossEntropyLoss\(\)"):
-        getattr(curvature, name)(network(), nn.CrossEntropyLoss, (X, Y))
 
 
 def test_an_error_of_the_model_is_raised_at_once():

@@ -210,16 +210,6 @@ def test_laplacians_through_functions_of_the_users(function: Any) -> None:
     torch.testing.assert_close(curvature.laplacian(model, x)[2], expected)
 
 
-def test_samples_that_meet_have_no_laplacian_at_the_second_call_either() -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="depends on the other samples"):
-            curvature.laplacian(centred, torch.ones(4, 3).cumsum(0))
-
-
-def centred(x: Tensor) -> Tensor:
-    return (x - x.mean(0)).sin().sum(1)
-
-
 @pytest.mark.parametrize("in_loss", [False, True])
 def test_adaptive_steps_through_functions_that_cannot_be_differentiated_twice(
     in_loss: bool, caplog: pytest.LogCaptureFixture
@@ -393,14 +383,6 @@ def test_a_hessian_through_a_function_that_gets_a_gradient_of_zero_in_places() -
     expected = of_the_batch(model, cox, x, y)
     for builder, matrix in zip((curvature.gauss_newton, curvature.hessian), expected, strict=True):
         torch.testing.assert_close(builder(model, cox, (x, y)).to_dense(), matrix)
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_jacobians_of_outputs_with_several_rows_for_each_sample(create_graph: bool) -> None:
-    model, x = Raw(lambda m, x: m.l(x).tanh().flatten(0, 1), l=nn.Linear(4, 3)), torch.randn(2, 5, 4)
-    found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)["l.weight"]
-    entries = [torch.autograd.grad(entry, model.l.weight, retain_graph=True)[0] for entry in model(x).flatten()]
-    torch.testing.assert_close(found, torch.stack(entries).reshape(2, 5, 3, 3, 4))
 
 
 # torch's second derivative of a group norm, for several vectors at once, needs these sizes not to raise

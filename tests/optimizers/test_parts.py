@@ -49,24 +49,6 @@ def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFi
     torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)
 
 
-def test_parameters_that_the_optimizer_was_not_given_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A head replaced after the optimizer was made: the log says so once, the report at any time."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    opt = KFAC(model)
-    model[1] = nn.Linear(4, 5)
-    for _ in range(3):
-        model(torch.ones(6, 3)).square().mean().backward()
-        opt.step()
-    (message,) = [record.message for record in caplog.records if "not trained" in record.message]
-    assert "1.bias, 1.weight" in message and "add_param_group" in message
-    assert "not trained" in opt.report()
-    opt.add_param_group({"params": list(model[1].parameters())})
-    before = model[1].weight.detach().clone()
-    model(torch.ones(6, 3)).square().mean().backward()
-    opt.step()
-    assert not torch.equal(model[1].weight, before)
-
-
 intervals = lambda steps: [b - a for a, b in itertools.pairwise(steps)]
 
 

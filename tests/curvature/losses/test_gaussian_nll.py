@@ -100,16 +100,6 @@ def test_per_sample_losses_and_their_derivatives(rows, shape, loss):
     torch.testing.assert_close(sample_masses(loss, output, target, count), torch.full((count,), terms, dtype=DOUBLE))
 
 
-@pytest.mark.parametrize("dim", [-1, 2])
-def test_samples_along_another_dim(dim):
-    loss, target = nn.GaussianNLLLoss(), randn(2, 3, 5, seed=5)
-    output = torch.cat([randn(2, 3, 5), rand(2, 3, 5) + 0.1], 1)
-    got = per_sample_losses(loss, output, target, 5, dim, dim)
-    torch.testing.assert_close(
-        got, torch.stack([torch_loss(loss, output[..., [n]], target[..., [n]]) for n in range(5)])
-    )
-
-
 def refused(match, output, target, count=2):
     with pytest.raises(ValueError, match=f"GaussianNLLLoss.*{match}"):
         per_sample_losses(nn.GaussianNLLLoss(), output, target, count)

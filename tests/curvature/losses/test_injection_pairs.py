@@ -26,7 +26,6 @@ from support.moments import (
     normal,
     rand,
     randn,
-    repeated,
     second_moment,
     soft,
     source,
@@ -353,13 +352,6 @@ def test_a_billion_labels(loss):
     torch.testing.assert_close(got, want, rtol=5 / math.sqrt(k * 7e-7), atol=0)
 
 
-@pytest.mark.parametrize("loss, share", [(None, 1), (nn.CrossEntropyLoss(), 1 / 2), (nn.MSELoss(), 1 / 6), (mixing, 1)])
-def test_isotropic_with_rows(loss, share):
-    output = repeated(randn(1, C), 0, 2 * MANY)
-    got = matrix(isotropic(2), output, loss, None, MANY, generator=source(8))
-    within_five_errors(got, share * torch.eye(2 * C, dtype=DOUBLE))
-
-
 @ROWS
 @pytest.mark.parametrize("inject", [*RANDOM, empirical()], ids=str)
 def test_products_of_few_vectors_are_those_of_the_pairs(inject, rows):
@@ -371,18 +363,6 @@ def test_products_of_few_vectors_are_those_of_the_pairs(inject, rows):
     expected = torch.einsum("nij,knj->kni", want, z.reshape(3, 2, -1)).reshape(z.shape)
     for _ in range(2):  # drawn once
         torch.testing.assert_close(product(z), expected, rtol=1e-10, atol=1e-10)
-
-
-@ROWS
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss(reduction="sum")])
-def test_empirical_is_the_square_of_the_gradient_of_the_whole_sample(loss, rows):
-    output = randn(2 * rows, C)
-    y = ignoring(output)
-    y[-1] = 1
-    point = output.clone().requires_grad_()
-    alone = sum(loss(o, t).nan_to_num() for o, t in zip(point.chunk(2), y.chunk(2), strict=True))
-    g = torch.autograd.grad(alone, point)[0].reshape(2, -1).nan_to_num()
-    torch.testing.assert_close(matrix(empirical(), output, loss, y, 2), torch.einsum("ni,nj->nij", g, g))
 
 
 @pytest.mark.parametrize(
@@ -477,34 +457,6 @@ def test_refusals(inject):
     if inject not in RANDOM[2:]:
         with pytest.raises(ValueError, match="needs the loss"):
             inject.product(output, count=2)
-
-
-@pytest.mark.parametrize(
-    "loss, mass",
-    [
-        (nn.CrossEntropyLoss(), 1 / PLACES),
-        (nn.NLLLoss(), 1 / PLACES),
-        (nn.CrossEntropyLoss(weight=WEIGHT), 1 / PLACES),
-        (nn.CrossEntropyLoss(reduction="sum"), 1.0),
-        (nn.MSELoss(), 1 / (C * PLACES)),
-        (nn.L1Loss(), 1 / (C * PLACES)),
-        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), 1 / (C * PLACES)),
-        (nn.BCEWithLogitsLoss(reduction="sum"), 1.0),
-        (mixing, 1.0),
-    ],
-)
-def test_masses_without_target(loss, mass):
-    got = masses_of(loss, randn(2, C, PLACES), strict=False)
-    torch.testing.assert_close(got, torch.full_like(got, mass))
-
-
-@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_masses_of_places(make):
-    output, target = randn(2, C, 3), torch.tensor([[0, -100, 2], [-100, -100, -100]])
-    masses = torch.tensor([WEIGHT[0], 0.0, WEIGHT[2]], dtype=torch.float64)
-    for reduction, expected in (("mean", masses / masses.sum()), ("sum", masses)):
-        got = masses_of(make(weight=WEIGHT, reduction=reduction), output, target)
-        torch.testing.assert_close(got, torch.stack([expected, 0 * expected])[:, None])
 
 
 def test_refuses_a_little_negative_curvature_but_no_rounding_error():

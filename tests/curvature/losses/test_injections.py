@@ -76,12 +76,6 @@ def test_chunks(inject, size):
         assert not torch.equal(joined[0], joined[-1]) or not torch.equal(joined[1], joined[-2])
 
 
-def test_chunks_of_random_vectors_add_up_to_the_expectation():
-    output, loss = randn(1, C), nn.CrossEntropyLoss()
-    chunks = propagated(5).chunks(repeated(output, 0), loss, size=2, generator=source())
-    within_five_errors(second_moment(torch.cat(list(chunks))), hessian(loss, output, classes(output), 0))
-
-
 @pytest.mark.parametrize("make", [sampled, propagated, isotropic])
 def test_k_vectors_have_the_expectation_of_one_and_a_wrong_scale_is_seen(make):
     output, loss = randn(1, C), nn.CrossEntropyLoss()

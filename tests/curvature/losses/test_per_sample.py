@@ -67,7 +67,6 @@ def options(kind, **values):
 WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
 OF_INDICES = options(nn.CrossEntropyLoss, weight=WEIGHT, ignore_index=2, label_smoothing=0.2)
 OF_INDICES |= options(nn.NLLLoss, weight=WEIGHT, ignore_index=0)
-OF_PROBABILITIES = options(nn.CrossEntropyLoss, weight=WEIGHT, label_smoothing=0.2)
 
 
 @in_pairs(loss=OF_INDICES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
@@ -76,14 +75,6 @@ def test_class_indices(loss, layout, reduction, count):
     shape, output_dim, target_dim = LAYOUTS[layout](count)
     target = randint(C, (shape[0], *shape[2:]))
     agree(kind(reduction=reduction, **option), randn(*shape), target, count, output_dim, target_dim)
-
-
-@in_pairs(loss=OF_PROBABILITIES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
-def test_class_probabilities(loss, layout, reduction, count):
-    kind, option = OF_PROBABILITIES[loss]
-    shape, dim, _ = LAYOUTS[layout](count)
-    target = randn(*shape, seed=1).softmax(1)
-    agree(kind(reduction=reduction, **option), randn(*shape), target, count, dim, dim)
 
 
 @in_pairs(name=OF_INDICES, shape=[(3, C), (3, C, 5), (3, C, 2, 3), (15, C)], reduction=REDUCTIONS)
@@ -157,20 +148,6 @@ def test_losses_of_entries(name, layout, reduction, count):
     agree(kind(reduction=reduction), output(*shape), target(*shape), count, dim, dim)
 
 
-FLAT, IMAGE = (C,), (C, 2, 3)
-WEIGHTED = [(FLAT, (C,)), (FLAT, ()), (FLAT, (1, C)), (IMAGE, IMAGE), (IMAGE, (C, 1, 1)), (IMAGE, (3,))]
-
-
-@in_pairs(shapes=WEIGHTED, kind=[nn.BCEWithLogitsLoss, nn.BCELoss], reduction=REDUCTIONS, count=COUNTS)
-def test_bce_weights(shapes, kind, reduction, count):
-    """Weights that broadcast over the samples."""
-    shape, tail = shapes
-    option = {"weight": rand(*tail, seed=3)}
-    if kind is nn.BCEWithLogitsLoss:
-        option["pos_weight"] = 3 * rand(*tail, seed=4)
-    agree(kind(reduction=reduction, **option), rand(count, *shape), binary(count, *shape), count)
-
-
 @reductions
 @pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.BCELoss])
 @pytest.mark.parametrize("shape, weight", [((3,), (3,)), ((3, C), (3, 1)), ((3, 3), (3, 1)), ((3, C), (3, C))], ids=str)
@@ -183,19 +160,6 @@ def test_bce_weight_per_sample(shape, weight, kind, reduction):
         return torch.stack([f(output[n : n + 1], target[n : n + 1]) for n, f in enumerate(alone)])
 
     agree(kind(reduction=reduction, weight=rows), rand(*shape), target, 3, reference=reference)
-
-
-@reductions
-@counts
-@pytest.mark.parametrize("rows", [1, 2])
-def test_margins(rows, count, reduction):
-    n = rows * count
-    for option in ({}, {"p": 2, "margin": 0.5}, {"weight": WEIGHT}):
-        agree(nn.MultiMarginLoss(reduction=reduction, **option), randn(n, C), randint(C, (n,)), count)
-    labels = torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]]).repeat(n, 1)[:n]
-    agree(nn.MultiLabelMarginLoss(reduction=reduction), randn(n, C), labels, count)
-    weighted = nn.MultiLabelSoftMarginLoss(reduction=reduction, weight=WEIGHT)
-    agree(weighted, randn(n, C), binary(n, C), count)
 
 
 TORCH = (ValueError, RuntimeError)  # torch itself says no, in its own way
@@ -382,13 +346,3 @@ def test_low_precision(dtype, reduction):
         got = per_sample_losses(loss, output.to(dtype), y, 3)
         assert got.dtype == dtype
         torch.testing.assert_close(got, loop(loss, output.to(dtype), y, 3), rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_second_derivatives_of_modules_and_functions_alike():
-    """By torch.func, against autograd through the loop; also for a sample without a valid place."""
-    output, target = randn(3, C, 2), randint(C, (3, 2)).index_fill(0, torch.tensor(1), -100)
-    for loss in (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), F.cross_entropy):
-        agree(loss, output, target, 3)
-        got = torch.func.hessian(lambda o, f=loss: per_sample_losses(f, o, target, 3).sum())(output)
-        want = torch.autograd.functional.hessian(lambda o, f=loss: loop(f, o, target, 3).sum(), output)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -10,7 +10,7 @@ from torch import nn
 
 from curvature.losses.masses import NoWeightedSum, SampleMasses, require_weighted_sum, shares
 from curvature.losses.table import dim_of_terms, per_sample_losses, resolve, sample_masses
-from support.combinations import member, pairwise
+from support.combinations import pairwise
 from support.moments import rand, randn, source
 from support.oracles.brute_force import sample_weights
 
@@ -75,17 +75,6 @@ def test_masses_make_the_loss_of_the_batch(case, shape, count, reduction):
         assert masses.eq(1).all()
 
 
-@pytest.mark.parametrize("kind, option, target", CASES + FLAT)
-def test_masses_of_uneven_batches(kind, option, target):
-    """Cut in two, the batch has the same masses in all."""
-    loss = kind(**option)
-    for shape in SHAPES[:1] if kind in {flat[0] for flat in FLAT} else SHAPES:
-        output, y = rand(*shape), target(shape)
-        parts = [sample_masses(loss, output[part], y[part], n) for part, n in ((slice(4), 4), (slice(4, 6), 2))]
-        with member(shape):
-            torch.testing.assert_close(torch.cat(parts), sample_masses(loss, output, y, 6))
-
-
 def test_masses_of_sentences_of_unlike_length():
     """The number of terms counts, so that batches padded to unlike lengths weigh alike per token."""
     for loss, terms in ((nn.CrossEntropyLoss(), 7), (nn.MSELoss(), 7 * C)):
@@ -93,11 +82,6 @@ def test_masses_of_sentences_of_unlike_length():
         target = torch.zeros(3, 7).long() if terms == 7 else output
         assert sample_masses(loss, output, target, 3).tolist() == [terms] * 3
         assert sample_masses(loss, output, None, 3).tolist() == [terms] * 3
-
-
-def test_masses_without_target():
-    for loss in (nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1), nn.NLLLoss(weight=WEIGHT)):
-        assert sample_masses(loss, randn(6, C), None, 3).tolist() == [2] * 3
 
 
 @pytest.mark.parametrize(

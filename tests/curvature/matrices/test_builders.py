@@ -18,6 +18,7 @@ from support.comparisons import matches
 from support.memory import Largest
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
+from support.oracles.kronecker import affine_layers, kronecker
 from support.snapshots import unchanged
 
 
@@ -137,8 +138,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text as input": ({"data": ("words", Y)}, TypeError, "x: expected a tensor"),
     "one label too few": ({"data": (X, Y[1:])}, ValueError, "4 samples"),
     "nothing to train": ({"model": nn.Linear(3, 3).requires_grad_(False)}, ValueError, "no parameter requires"),
+    "no data": ({"data": None}, TypeError, "data: expected a pair"),
     "a function as model": ({"model": lambda x: x}, TypeError, "Module"),
-    "the name of a loss": ({"loss": "cross_entropy"}, TypeError, "loss"),
+    "a class as model": (
+        {"model": nn.Linear},
+        TypeError,
+        "Module, found the class Linear, no instance of it",
+    ),
+    "parameters as model": ({"model": nn.Linear(3, 3).parameters()}, TypeError, "Module, found generator"),
+    "the name of a loss": ({"loss": "cross_entropy"}, TypeError, "loss: expected a loss module or a callable"),
+    "a class as loss": (
+        {"loss": nn.CrossEntropyLoss},
+        TypeError,
+        r"loss: .* the class CrossEntropyLoss: pass CrossEntropyLoss\(\)",
+    ),
     "a loss without reduction": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "none"),
     "the name of an injection": ({"inject": "exact"}, TypeError, "inject"),
     "an injection's function": ({"inject": curvature.exact}, TypeError, "inject"),
@@ -150,7 +163,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-AT_ONCE = {"one tensor", "nothing to train", "a function as model", "the name of a loss", "the name of an injection"}
+AT_ONCE = {"one tensor", "nothing to train", "the name of a loss", "the name of an injection"}
+AT_ONCE |= {f"{what} as model" for what in ("a function", "a class", "parameters")}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -158,7 +172,7 @@ def test_refusals(name: str):
     """Before the first product, where that can be."""
     wrong, error, text = REFUSALS[name]
     arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
-    without_injection = [] if "inject" in wrong else ["gauss_newton", "hessian"]
+    without_injection = [] if "inject" in wrong else ["gauss_newton", "empirical_fisher", "hessian"]
     for builder in ("fisher", "fisher_diagonal", "fisher_blocks", "kfac", "ekfac", *without_injection):
         with member(builder), pytest.raises(error, match=text):
             made = getattr(curvature, builder)(**arguments)
@@ -192,7 +206,8 @@ def test_random_injections_have_the_right_mean(inject: curvature.Injection):
         model, data = two_places()
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
     of = oracle.Matrices(model, loss, data)
-    expected = of.isotropic if "isotropic" in repr(inject) else of.fisher
+    masses = {"curvature": lambda *sample: oracle.output_masses(*sample).diag()} if "isotropic" in repr(inject) else {}
+    expected = of.isotropic if masses else of.fisher
     draws = source(5)
     options: dict[str, Any] = {"inject": inject, "generator": draws}
     whole = torch.stack([curvature.fisher(model, loss, data, **options).to_dense() for _ in range(DRAWS)])
@@ -201,6 +216,8 @@ def test_random_injections_have_the_right_mean(inject: curvature.Injection):
     within_five_errors(blocks, expected)
     diagonal = [flat(model, curvature.fisher_diagonal(model, loss, data, **options)) for _ in range(DRAWS)]
     within_five_errors(torch.stack(diagonal), expected.diagonal())
+    factors = torch.stack([curvature.kfac(model, loss, data, **options).to_dense() for _ in range(DRAWS)])
+    within_five_errors(factors, kronecker(affine_layers(of, **masses)))
 
 
 def test_isotropic_needs_no_loss():

@@ -136,12 +136,6 @@ def test_backprops(name: str, device):
     assert active_modes() == 0
 
 
-# -- what is recorded
-
-
-# -- nothing is left behind
-
-
 def test_activations_are_views():
     """Of what the layer received, whatever the layer; also where that is itself a view, and of what it passes on."""
     seen: list[Tensor] = []

@@ -109,13 +109,18 @@ def test_frozen_layers_stay_and_thawed_ones_move(make: Make) -> None:
 
 
 @every_optimizer
-def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make) -> None:
+def test_layers_that_come_later_are_named_and_trained_once_they_are_in_a_group(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so once, the report at any time."""
     model, opt = started(make)
     train(model, opt, 2)
     model.append(here(nn.Linear(3, 3)))
     before = copied(model)
-    train(model, opt, 1)
+    train(model, opt, 3)
     assert moved(model, before) == {name for name in before if name[0] != "3"}
+    (message,) = [record.message for record in caplog.records if "not trained" in record.message]
+    assert "3.bias, 3.weight" in message and "add_param_group" in message
     assert "in no parameter group" in opt.report()
     opt.add_param_group({"params": model[3].parameters()})
     train(model, opt, 1)

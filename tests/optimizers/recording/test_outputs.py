@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,12 @@ from support.cases.case import Raw, seeded
 from support.habits import flat
 from support.running_blocks import rows_of
 from support.training import train
+
+
+@dataclass
+class Output:
+    value: Any
+    note: str = ""
 
 
 class LogitsAndValue(NamedTuple):
@@ -43,6 +50,11 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
         lambda out: (out.logits, out.value),
     ),
     "logits by name": (LogitsAndValue, lambda out: (out.logits, out.value)),
+    "dict": (lambda mean, scale: {"mean": mean, "n": 1, "scale": scale}, lambda out: (out["mean"], out["scale"])),
+    "nested": (
+        lambda mean, scale: Output(Output({"mean": mean, "rest": [None, {"scale": scale}]})),
+        lambda out: (out.value.value["mean"], out.value.value["rest"][1]["scale"]),
+    ),
 }
 
 with seeded(0):

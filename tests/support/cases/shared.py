@@ -21,6 +21,7 @@ def cases() -> Iterator[Case]:
     yield from recomputed_cases()
     yield from input_cases()
     yield from function_cases()
+    yield from late_cases()
 
 
 def old_weight_norm(layer: nn.Module, **options: Any) -> nn.Module:
@@ -335,3 +336,46 @@ def with_function() -> nn.Module:
     """A parameter that only the general path explains, between two that have rules."""
     run = lambda m, x: m.two(Doubled.apply(F.relu(m.one(x), inplace=True), m.p))
     return Raw(run, one=nn.Linear(5, 4), p=(4,), two=nn.Linear(4, 2))
+
+
+# Parameters that meet the batch only after arithmetic of their own: a learnt step size, initial state or time.
+
+
+def by_time(m: Any, x: Tensor) -> Tensor:
+    """The step of an ODE solver is also the time at which the field is evaluated."""
+    h = m.t.exp().reshape(1, 1)
+    return m.field(torch.cat([x, (h + h).expand(len(x), 1)], 1)) * h
+
+
+def by_steps(m: Any, x: Tensor) -> Tensor:
+    a, b = m.t.exp(), m.t.sin()
+    for _ in range(2):
+        x = x + a * m.field(torch.cat([x, (a + b).repeat(len(x), 1)], 1)) * b
+    return x
+
+
+def by_embedding(m: Any, x: Tensor) -> Tensor:
+    """A network of the time alone, and of the time with each sample."""
+    time = m.t.exp().reshape(1, 1)
+    first = m.inner(time)
+    return m.field(torch.cat([x, time.expand(len(x), 1)], 1)) * first + m.inner(time * x[:, :1])
+
+
+def by_hidden_state(m: Any, x: Tensor) -> Tensor:
+    """A learnt state, which every sample starts from and a sum without samples reads."""
+    state = m.t.tanh()
+    mixed = state + 2 * state
+    return m.field(torch.cat([x, mixed[:, :1].expand(len(x), 1)], 1)) + state + mixed
+
+
+LATE: dict[str, Callable[[], nn.Module]] = {
+    "by_time": lambda: Raw(by_time, field=nn.Linear(3, 2), t=(1,)),
+    "by_steps": lambda: Raw(by_steps, field=nn.Linear(3, 2), t=(1,)),
+    "by_embedding": lambda: Raw(by_embedding, field=nn.Linear(3, 2), t=(1,), inner=nn.Linear(1, 2)),
+    "by_hidden_state": lambda: Raw(by_hidden_state, field=nn.Linear(3, 2), t=(1, 2)),
+}
+
+
+def late_cases() -> Iterator[Case]:
+    for name, build in LATE.items():
+        yield Case(name, build, floats(2))

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from support.odd.table import PIXELS, C, T, X, changed, classifier, entropy, fit, linear, net, odd, raw
+from support.cases.shared import LATE
+from support.odd.table import PIXELS, WORDS, C, T, X, changed, classifier, entropy, fit, linear, net, odd, raw
 
 
 def given(value: Any) -> Callable[[], nn.Parameter]:
@@ -127,3 +128,16 @@ odd(
     raw(lambda m, x: (x.to(torch.complex64) @ torch.complex(m.a, m.b)).abs(), a=(6, 3), b=(6, 3)),
     lambda m: fit(m(X)),
 )
+
+
+def tied_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+tied_words = raw(lambda m, i: F.linear(m.words(i).mean(1), m.words.weight)[:, :3], words=lambda: nn.Embedding(7, 4))
+classifier("tied_layers", tied_layers)
+classifier("tied_words", tied_words, lambda m: entropy(m(WORDS)))
+for name, build in LATE.items():
+    odd(name, build, lambda m: F.mse_loss(m(X[:, :2]), T[:, :2]))
