@@ -135,8 +135,8 @@ class TrustRegionStep(StepRule):
             preconditioner.recorder.scaling.unscale(gradients)
         elif preconditioner.has_seen_empty_batches_only() or not context.unscale_and_check_finite(gradients):
             return self._left_out(context, loss, gradients)
-        elif self._went_too_far(context, gradients):  # what the pass has measured is of a place that is left again
-            preconditioner.recorder.discard()
+        elif self._will_be_undone(context, gradients):  # what was measured is of a place that is left again
+            preconditioner.recorder.discard()  # so the next step renews
         else:
             renewal = context.renew(gradients)
             self._compare_energies(context)
@@ -212,16 +212,14 @@ class TrustRegionStep(StepRule):
         # the last step is judged by the gradient as it came
         return direction, _read(context, g, last, direction)._replace(norm=facts.norm, along_last=facts.along_last)
 
-    def _went_too_far(self, context: StepContext, gradients: Named) -> bool:
-        """Whether the last step will be undone."""
-        state, c = self.state, self.constants
-        if state is None or not state.slope:
+    def _will_be_undone(self, context: StepContext, gradients: Named) -> bool:
+        """Whether the last step went far too far."""
+        if (state := self.state) is None or not state.slope:
             return False
         g = LayerVector.of(layout_of_step(context, gradients), gradients)
-        g.multiply_(1 / state.norm)
         facts = _read(context, g, self._last(context, g.layout))
-        ratio = slope_ratio(facts.along_last, state.slope)
-        return is_overshoot(begun_again(state, ratio, c), ratio, facts.norm, c)
+        ratio, norm = slope_ratio(facts.along_last / state.norm, state.slope), facts.norm / state.norm
+        return is_overshoot(begun_again(state, ratio, self.constants), ratio, norm, self.constants)
 
     def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
         """A batch that is not finite is left out; the second in a row undoes the last step and shortens the next."""

@@ -25,12 +25,13 @@ from support.launches import Launches
 LAUNCHES = 24  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
 RENEWAL_LAUNCHES = 160  # of a step that renews and inverts everything, however many layers of one form there are
-DEVICE_LAUNCHES = 20  # more on a device: transfers, and triangular solves in place of a Cholesky inverse
+DEVICE_LAUNCHES = 24  # more on a device: transfers, and triangular solves in place of a Cholesky inverse
 CALLS, CALLS_PER_LAYER = 300, 18  # of Python functions in an ordinary step with two hidden layers
 OURS = tuple(str(Path(package.__path__[0])) for package in (curvature, optimizers))
-# Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
-# decompositions have succeeded, or the small matrices that the host decomposes for EKFAC; the size of the outputs.
-RENEWAL = {KFAC: 5, EKFAC: 5}
+# Waits of a renewal: whether gradients are finite, and what was measured; whether the last step went far too far; how
+# far averages have moved; whether decompositions have succeeded, or the small matrices that the host decomposes for
+# EKFAC; the size of the outputs.
+RENEWAL = {KFAC: 6, EKFAC: 6}
 
 
 def perceptron(depth: int) -> tuple[nn.Module, Tensor, Tensor]:

@@ -119,7 +119,8 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
         before = spans(curvature_of(o))
         train(m, o, loss, x * scale, y, 1)
         assert all(norm < 3 * before[k] for k, norm in spans(curvature_of(o)).items()), scale
-    kept_out = lambda o: o.stats()["outliers"] + o.stats()["overshoots"]  # where the last step is undone, all that it saw
+    # where the last step is undone, all that was measured stays out
+    kept_out = lambda o: o.stats()["outliers"] + o.stats()["overshoots"]
     assert kept_out(opt) >= 1 and same.stats()["outliers"] == 0
     train(model, opt, loss, x * 1e6, y, 12)  # some of these renew
     assert any(norm > 1e6 * before[k] for k, norm in spans(curvature_of(opt)).items())
@@ -128,7 +129,7 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
 
 @pytest.mark.parametrize("optimizer, seed", [(KFAC, 0), (EKFAC, 1)])
 def test_gradients_far_out_of_scale_move_nothing_far(optimizer: type[KFAC], seed: int):
-    """Two in a row, a thousand times as long as those of targets that are fitted: this is no other scale of the loss."""
+    """Two in a row, a thousand times as long as those of fitted targets: this is no other scale of the loss."""
     with seeded(seed):
         x, model = torch.randn(512, 10), nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
         y = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))(x).detach()
