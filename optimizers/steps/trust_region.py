@@ -135,11 +135,8 @@ class TrustRegionStep(StepRule):
             preconditioner.recorder.scaling.unscale(gradients)
         elif preconditioner.has_seen_empty_batches_only() or not context.unscale_and_check_finite(gradients):
             return self._left_out(context, loss, gradients)
-        elif self._will_be_undone(context, gradients):  # what was measured is of a place that is left again
-            preconditioner.recorder.discard()  # so the next step renews
         else:
-            renewal = context.renew(gradients)
-            self._compare_energies(context)
+            renewal = self._renew(context, gradients)
 
         # 2. the direction u = (M + damping)^-1 m, m the running mean of clipped gradients in units of their usual norm
         with preconditioner.monitor.timed("direction"):
@@ -154,8 +151,7 @@ class TrustRegionStep(StepRule):
         # 3. the last step, seen from its end; one that went far too far is undone
         steps, lr = preconditioner.monitor.steps - self.first_step, max([x["lr"] for x in context.options.values()])
         if state is not None:
-            state = begun_again(state, ratio := slope_ratio(facts.along_last, state.slope), c)
-            state = state._replace(far=state.far + 1 if facts.norm > c.far else 0.0)
+            state = begun_again(counted(state, facts.norm, c), ratio := slope_ratio(facts.along_last, state.slope), c)
             if is_overshoot(state, ratio, facts.norm, c):
                 self.state, back = undone(state, ratio, c), self._undo(context, last)
                 moves = evened(relative_lengths(g.layout, facts.lengths, facts.sizes), c.even)[1]
@@ -262,6 +258,18 @@ class TrustRegionStep(StepRule):
         self._keep(context, last, [0.0] * len(last.layout.layers))  # it may be a copy of what the states have
         return back
 
+    def _renew(self, context: StepContext, gradients: Named) -> Renewal:
+        """Renew the curvature, unless the last step will be undone: what was measured is of a place that is left again.
+
+        Then the next step renews.
+        """
+        if self._will_be_undone(context, gradients):
+            context.preconditioner.recorder.discard()
+            return Renewal()
+        renewal = context.renew(gradients)
+        self._compare_energies(context)
+        return renewal
+
     def _compare_energies(self, context: StepContext) -> None:
         """Note what a renewal has measured along the last step beside what was predicted."""
         # A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of the
@@ -358,6 +366,11 @@ def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionCon
     """Whether the last step went far too far; without replacement, the usual ratio may be negative."""
     usual = max(min(slope_ratio(state.ends, state.starts), 0.0), -c.overshoot)
     return ratio < usual - c.overshoot and is_long(state, norm, c)
+
+
+def counted(state: TrustState, norm: float, c: TrustRegionConstants) -> TrustState:
+    """The state with the number of gradients in a row that are far too long, given the norm of the next."""
+    return state._replace(far=state.far + 1 if norm > c.far else 0.0)
 
 
 def begun_again(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:

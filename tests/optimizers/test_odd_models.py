@@ -95,7 +95,8 @@ def cells(number: int, name: str) -> list[tuple[str, str, str]]:
     return [(name, *cell) for cell in (*EACH, fitting[number % len(fitting)])]
 
 
-CELLS = [cell for number, name in enumerate(ODD) for cell in cells(number, name)]
+# the order of the table is that in which its modules were imported
+CELLS = [cell for number, name in enumerate(sorted(ODD)) for cell in cells(number, name)]
 
 
 # Models with batches that give no outputs, only a loss that no function of torch made: rows of samples are refused.

@@ -1,5 +1,7 @@
 """Models with unusual inputs, layers, types and passes."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,13 @@ from support.odd.table import PIXELS, WORDS, T, X, Y, classifier, entropy, linea
 
 of_words, of_rows = (lambda m: entropy(m(WORDS))), (lambda m: entropy(m(X.view(12, 3, 2))))
 # -- inputs
+
+
+def classes_last() -> nn.CrossEntropyLoss:
+    loss: Any = nn.CrossEntropyLoss()
+    loss.class_axis = -1
+    return loss
+
 
 classifier("one_sample_without_axis", net, lambda m: F.cross_entropy(m(X[0]), Y[0]))
 classifier(
@@ -123,7 +132,7 @@ classifier("compiled", lambda: torch.compile(net(), backend="eager"))
 
 odd("twice", raw(lambda m, x: m.net(x), net=net), lambda m: (m(X) - m(X.flip(0)) - 1).square().mean())
 odd("thrice_into_one", net, lambda m: F.triplet_margin_loss(m(X), m(X + 0.1), m(X.flip(0)), margin=5.0))
-classifier("three_dims_of_one_batch", net, lambda m: entropy(m(X.view(3, 4, 6)).view(12, 3)))
+odd("three_dims_of_one_batch", net, lambda m: entropy(m(X.view(3, 4, 6)).view(12, 3)), classes_last)
 classifier("batches_of_two_sizes", net, lambda m: entropy(m(X)) + F.cross_entropy(m(X[:5]), Y[:5]))
 classifier("checkpointed", raw(lambda m, x: checkpoint(m.net, x, use_reentrant=False), net=net))
 classifier(
