@@ -48,7 +48,7 @@ def bounded(counts: list[int], opt: Any, after: int, ordinary: float, renewing: 
         (KFAC, {"adaptive": True}, 6, 9),
         (EKFAC, {"adaptive": True}, 6, 9),
         (NaturalGradient, {"adaptive": True}, 0, 9.2),
-        # Each step renews: gradients, the last step, rows, decompositions, outputs, the facts of the step, and dampings.
+        # Each step renews: gradients, the last step, rows, decompositions, outputs, facts of the step, and dampings.
         (NaturalGradient, {"solver": "cg"}, 0, 8),
         (NaturalGradient, {}, 0, 7),
     ],
