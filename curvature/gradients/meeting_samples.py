@@ -139,19 +139,10 @@ def _is_gated(batch: Batch, start: ModelState) -> bool:
     """Whether samples meet that are near the last one: in its group, within a radius, through a gate that was zero."""
     if batch.count == 1 or batch.is_uneven:
         return False
-    last = torch.tensor([batch.count - 1], device="cpu")
-
-    def rows(one: Batch) -> list[Tensor]:
-        with start.again():
-            output = one.output()
-        return (_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch)
-
-    def is_moved() -> bool:
-        together = replace(batch, x=_draw_together(batch))
-        return _differ(rows(together), rows(_without_others(together, last)[0]))
-
-    with moved(_noise(batch.model)), torch.no_grad():
-        return bool(attempt(is_moved, "not tried whether samples near each other meet"))
+    together, last = replace(batch, x=_draw_together(batch)), torch.tensor([batch.count - 1], device="cpu")
+    compare = partial(_compare, together, start, [last], 0.0)
+    with moved(_noise(batch.model)):
+        return bool(attempt(compare, "not tried whether samples near each other meet"))
 
 
 def _draw_together(batch: Batch) -> Any:
