@@ -115,11 +115,6 @@ class Use:
         data = {k: x for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots}
         return data[min(data, key=lambda k: (k in biases, k in parameters))] if data else None
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the data are as the function met them."""
-        return all(x._version == version for x, version in self.versions)
-
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output.
 
@@ -128,7 +123,7 @@ class Use:
         """
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
-        if not self.is_unchanged:
+        if any(x._version != version for x, version in self.versions):
             raise Unsupported("the activation was changed in place after it was read")
         term = self.rule.term(self.call, slot, b, layout)
         return term if self.rule.bias_slot(self.call, slot) in self.slots else without_bias(term)
@@ -148,11 +143,13 @@ class Tape:
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
         counts: whether it counts along the samples, as experts do that take a number of them.
+        meeting: the module where samples meet, "" where they do not; None if that was not tried for this pass.
     """
 
     graph: tuple[Any, ...] | None = ()
     start: ModelState | None = None
     counts: bool = False
+    meeting: str | None = None
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()
