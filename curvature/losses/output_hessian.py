@@ -9,10 +9,8 @@ product is u -> H u. Arguments and results have shape (k, *output.shape).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.functional import require_second_derivatives
+from curvature.functional import batched_vjp, require_second_derivatives
 from curvature.linalg import symmetric_eigh
 from curvature.losses import table
 from curvature.losses.likelihoods import Likelihood
@@ -157,16 +155,13 @@ class OutputBatch:
             (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
         if not slope.requires_grad:  # linear
             return torch.zeros_like
-        derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
 
         def product(u: Tensor) -> Tensor:
-            with suppress(Exception):  # vmap does not support some function; an error of the loss recurs below
-                if len(u) > 1:
-                    return derive(u, is_grads_batched=True)[0]
             try:
-                return torch.stack([derive(one)[0] for one in u])
+                (products,) = batched_vjp([slope], [point], [u])
             except RuntimeError as error:
                 raise RuntimeError(f"{name_of(self.loss)} cannot be differentiated twice: {error}") from error
+            return torch.zeros_like(u) if products is None else products
 
         return product
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_body
+from curvature.functional import PLAIN_FORMS, RECURRENT, batched_vjp, plain_form, traceable_body
 from curvature.layers import RULES, Layout, RecordedCall, Rule, Unsupported, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
 from curvature.terms import Term, without_bias
@@ -178,29 +178,20 @@ class Tape:
                 raise ValueError(
                     f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
                 )
-        if sent[0].shape[0] == 1:
-            single = self.gradients(outputs, [v[0] for v in sent])
-            return [None if g is None else g[None] for g in single]
-        return self.gradients(outputs, sent, batched=True)
+        edges = [use.edge for use in self.uses if use.edge is not None]
+        backprops = iter(batched_vjp(outputs, edges, sent))
+        rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]
+        return [None if g is None else g.reshape(len(g), *use.shape) for use, g in rows]
 
     def gradients(
-        self,
-        outputs: Sequence[Tensor | GradientEdge],
-        vectors: Sequence[Tensor],
-        batched: bool = False,
-        also: Sequence[Tensor] = (),
+        self, outputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor], also: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """One backward pass to the output of every use and to the tensors `also`; keeps the graph.
-
-        Args:
-            vectors: one for each output; (k, *output.shape) if `batched`.
-        """
+        """One vector for each output goes back, to that of every use and the tensors `also`; keeps the graph."""
         places: Any = [*(use.edge for use in self.uses if use.edge is not None), *also]
-        options: Any = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        options: Any = {"retain_graph": True, "allow_unused": True}
         backprops = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]
         rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]
-        lead = vectors[0].shape[:1] if batched else ()
-        return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *backprops]
+        return [*(None if g is None else g.reshape(use.shape) for use, g in rows), *backprops]
 
 
 def add_use(
