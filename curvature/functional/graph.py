@@ -1,14 +1,19 @@
-"""The nodes of autograd's graphs, and which of them torch does not know."""
+"""The nodes of autograd's graphs, which of them torch does not know, and vectors that go back through them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
+
+from curvature.attempts import attempt
 
 OWN = f"{__name__.partition('.')[0]}."  # where functions are defined that leave samples where they are
 IN_CPP = "CppFunction"  # the type of nodes of functions that an extension brings
@@ -74,3 +79,26 @@ def _written(kind: Any) -> Any:
     while kind.__module__ == TRANSFORMED:
         kind = inspect.getclosurevars(kind.forward).nonlocals["autograd_function"]
     return kind
+
+
+def batched_vjp(
+    outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients (k, *shape) of the inputs, or None, for vectors (k, *shape) of each output; keeps the graph."""
+    derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
+    if not inputs:
+        return []
+    if len(vectors[0]) > 1:  # some operations have no batched backward pass; any other error recurs below
+        together = attempt(lambda: derive(vectors, is_grads_batched=True), "vectors go back one by one")
+        if together is not None:
+            return [None if g is None else _dense(g) for g in together]
+    rows = [derive([v[k].clone() for v in vectors]) for k in range(len(vectors[0]))]
+    if len(rows) == 1:
+        return [None if g is None else _dense(g)[None] for g in rows[0]]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.stack([_dense(g) for g in column]) for column in columns]
+
+
+def _dense(g: Tensor) -> Tensor:
+    """Sparse gradients, as of an embedding, and zeros that torch keeps without memory, as of `torch.sgn`, in full."""
+    return g.clone() if g._is_zerotensor() else g.to_dense()

@@ -52,16 +52,11 @@ def _has_bias_alone(
     return weight is None and bias is not None
 
 
-PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **RECURRENT,
-    F.scaled_dot_product_attention: _attention,
-    F.layer_norm: _layer_norm,
-}
-# whether a call needs its plain form; of any other function every call does
-NEEDED: dict[Callable[..., Any], Callable[..., bool]] = {
-    **dict.fromkeys(RECURRENT, _is_padded),
-    F.scaled_dot_product_attention: _shares_learnt_mask,
-    F.layer_norm: _has_bias_alone,
+# the plain form of each function, and whether a call needs it
+PLAIN_FORMS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., bool]]] = {
+    **{function: (form, _is_padded) for function, form in RECURRENT.items()},
+    F.scaled_dot_product_attention: (_attention, _shares_learnt_mask),
+    F.layer_norm: (_layer_norm, _has_bias_alone),
 }
 
 
@@ -73,8 +68,8 @@ def plain_form(
     Nor anything under activation checkpointing: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
     """
-    is_needed = NEEDED.get(function, lambda *_, **__: True)
-    return PLAIN_FORMS[function] if not is_checkpointed() and is_needed(*args, **kwargs) else None
+    form, is_needed = PLAIN_FORMS[function]
+    return form if not is_checkpointed() and is_needed(*args, **kwargs) else None
 
 
 def is_checkpointed() -> bool:

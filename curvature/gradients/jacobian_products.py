@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvature.attempts import attempt
-from curvature.functional import own_functions
+from curvature.functional import batched_vjp, own_functions
 from curvature.linalg import product_rounding, widen
 from curvature.recording import graph_dtypes, warn_once
 
@@ -160,29 +158,6 @@ def _by_rows(
                 ]
                 change[k].view(-1)[some] = sum(x.to(out) for x in known)
     return changes
-
-
-def batched_vjp(
-    outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients (k, *shape) of the inputs, or None, for vectors (k, *shape) of each output; keeps the graph."""
-    derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
-    if not inputs:
-        return []
-    if len(vectors[0]) > 1:  # some operations have no batched backward pass; any other error recurs below
-        together = attempt(lambda: derive(vectors, is_grads_batched=True), "vectors go back one by one")
-        if together is not None:
-            return [None if g is None else _dense(g) for g in together]
-    rows = [derive([v[k].clone() for v in vectors]) for k in range(len(vectors[0]))]
-    if len(rows) == 1:
-        return [None if g is None else _dense(g)[None] for g in rows[0]]
-    columns = zip(*rows, strict=True)
-    return [None if column[0] is None else torch.stack([_dense(g) for g in column]) for column in columns]
-
-
-def _dense(g: Tensor) -> Tensor:
-    """Sparse gradients, as of an embedding, and zeros that torch keeps without memory, as of `torch.sgn`, in full."""
-    return g.clone() if g._is_zerotensor() else g.to_dense()
 
 
 def rows_of_each(result: Tensor | GradientEdge, leaves: Sequence[Tensor], values: Tensor, at_once: int) -> list[Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,8 +42,6 @@ class Verdicts:
     # branches, soon all that there are
     apart: set[Any] = field(default_factory=set)
     meeting: dict[frozenset[Any], str] = field(default_factory=dict)  # by the steps of a pass, the module where they do
-    asked: weakref.ref[Tape] | None = None  # the tape of the last pass that was asked about
-    where: str = ""  # of that pass, the module where samples meet
     is_gated: bool = False  # whether samples meet at some data, if not at these
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the model's buffers, when last looked at
     filled: tuple[int, ...] = ()  # how many entries of each were not zero: a gate or a mask opens there
@@ -79,8 +76,8 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     """
     facts = facts_of(batch.model, batch.key)
     known = facts.verdicts = facts.verdicts or Verdicts()
-    if known.asked is not None and known.asked() is tape:
-        return known.where
+    if tape.meeting is not None:
+        return tape.meeting
     flags = (t for m in batch.model.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.numel() == 1)
     both = itertools.chain(batch.model.buffers(), flags)
     buffers = [b for b in both if b.layout is torch.strided and not b.is_inference()]
@@ -109,7 +106,7 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
     if len(known.apart) + len(known.meeting) > MOST_STEPS:  # numbers that are others in every pass
         known.apart.clear()
         known.meeting.clear()
-    known.asked, known.where = weakref.ref(tape), where
+    tape.meeting = where
     if where:
         known.meeting[steps] = where
     else:
@@ -139,19 +136,10 @@ def _is_gated(batch: Batch, start: ModelState) -> bool:
     """Whether samples meet that are near the last one: in its group, within a radius, through a gate that was zero."""
     if batch.count == 1 or batch.is_uneven:
         return False
-    last = torch.tensor([batch.count - 1], device="cpu")
-
-    def rows(one: Batch) -> list[Tensor]:
-        with start.again():
-            output = one.output()
-        return (_rows_of_entries if batch.is_by_entry(output) else _rows)(output, last, batch)
-
-    def is_moved() -> bool:
-        together = replace(batch, x=_draw_together(batch))
-        return _differ(rows(together), rows(_without_others(together, last)[0]))
-
-    with moved(_noise(batch.model)), torch.no_grad():
-        return bool(attempt(is_moved, "not tried whether samples near each other meet"))
+    together, last = replace(batch, x=_draw_together(batch)), torch.tensor([batch.count - 1], device="cpu")
+    compare = partial(_compare, together, start, [last], 0.0)
+    with moved(_noise(batch.model)):
+        return bool(attempt(compare, "not tried whether samples near each other meet"))
 
 
 def _draw_together(batch: Batch) -> Any:

@@ -9,10 +9,8 @@ product is u -> H u. Arguments and results have shape (k, *output.shape).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,19 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.functional import require_second_derivatives
+from curvature.functional import batched_vjp, require_second_derivatives
 from curvature.linalg import symmetric_eigh
+from curvature.losses import table
 from curvature.losses.likelihoods import Likelihood
-from curvature.losses.table import (
-    TORCH_LOSSES,
-    Loss,
-    TorchLoss,
-    name_of,
-    per_sample_losses,
-    reduction_of,
-    resolve,
-    term_masses,
-)
+from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, name_of
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
@@ -108,8 +98,8 @@ class OutputBatch:
     @cached_property
     def resolved(self) -> tuple[Any, TorchLoss | None]:
         """The loss in the form that this package knows, and its row if that says something of the Hessian."""
-        loss = resolve(self.loss)
-        reduction_of(loss)  # refuses "none"
+        loss = table.resolve(self.loss)
+        table.reduction_of(loss)  # refuses "none"
         row = TORCH_LOSSES.get(type(loss))
         return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
 
@@ -155,7 +145,7 @@ class OutputBatch:
         """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; the graph is built once, here."""
         point = self.output.detach().requires_grad_()
         with torch.enable_grad():
-            losses = per_sample_losses(self.loss, point, self.target, self.count)
+            losses = table.per_sample_losses(self.loss, point, self.target, self.count)
             if not losses.requires_grad:
                 raise ValueError(f"{name_of(self.loss)} is not differentiable in the output")
             if type(self.resolved[0]) not in TORCH_LOSSES:
@@ -165,16 +155,13 @@ class OutputBatch:
             (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
         if not slope.requires_grad:  # linear
             return torch.zeros_like
-        derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
 
         def product(u: Tensor) -> Tensor:
-            with suppress(Exception):  # vmap does not support some function; an error of the loss recurs below
-                if len(u) > 1:
-                    return derive(u, is_grads_batched=True)[0]
             try:
-                return torch.stack([derive(one)[0] for one in u])
+                (products,) = batched_vjp([slope], [point], [u])
             except RuntimeError as error:
                 raise RuntimeError(f"{name_of(self.loss)} cannot be differentiated twice: {error}") from error
+            return torch.zeros_like(u) if products is None else products
 
         return product
 
@@ -200,7 +187,7 @@ class OutputBatch:
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
-            measured = term_masses(loss, output, target, self.count).reshape(masses.shape)
+            measured = table.term_masses(loss, output, target, self.count).reshape(masses.shape)
             if not signed and self._may_be_negative(loss):
                 self._require_semidefinite(measured)
             return measured

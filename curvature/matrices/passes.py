@@ -307,13 +307,9 @@ class RecordedBatch:
 
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""
-        edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        arrived = iter(gradients.batched_vjp([self.output], edges, [vectors]))
-        rows = [None if use.edge is None else next(arrived) for use in self.tape.uses]
-        both = zip(self.tape.uses, rows, strict=True)
         cast = lambda b: b if b.is_complex() else b.to(self.dtype)
         # none at an expert that no sample reaches
-        return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in both]
+        return [cast(b) if b is not None and b.numel() else None for b in self.tape.backprops(self.output, vectors)]
 
     def chunks(self, inject: Injection, generator: torch.Generator, as_rows: bool = False) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time; as rows times the roots of weights."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from curvature.functional import PLAIN_FORMS, RECURRENT, plain_form, traceable_body
+from curvature.functional import PLAIN_FORMS, RECURRENT, batched_vjp, plain_form, traceable_body
 from curvature.layers import RULES, Layout, RecordedCall, Rule, Unsupported, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
 from curvature.terms import Term, without_bias
@@ -115,11 +115,6 @@ class Use:
         data = {k: x for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots}
         return data[min(data, key=lambda k: (k in biases, k in parameters))] if data else None
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the data are as the function met them."""
-        return all(x._version == version for x, version in self.versions)
-
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output.
 
@@ -128,7 +123,7 @@ class Use:
         """
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
-        if not self.is_unchanged:
+        if any(x._version != version for x, version in self.versions):
             raise Unsupported("the activation was changed in place after it was read")
         term = self.rule.term(self.call, slot, b, layout)
         return term if self.rule.bias_slot(self.call, slot) in self.slots else without_bias(term)
@@ -148,11 +143,13 @@ class Tape:
         start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
         counts: whether it counts along the samples, as experts do that take a number of them.
+        meeting: the module where samples meet, "" where they do not; None if that was not tried for this pass.
     """
 
     graph: tuple[Any, ...] | None = ()
     start: ModelState | None = None
     counts: bool = False
+    meeting: str | None = None
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()
@@ -181,29 +178,20 @@ class Tape:
                 raise ValueError(
                     f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
                 )
-        if sent[0].shape[0] == 1:
-            single = self.gradients(outputs, [v[0] for v in sent])
-            return [None if g is None else g[None] for g in single]
-        return self.gradients(outputs, sent, batched=True)
+        edges = [use.edge for use in self.uses if use.edge is not None]
+        backprops = iter(batched_vjp(outputs, edges, sent))
+        rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]
+        return [None if g is None else g.reshape(len(g), *use.shape) for use, g in rows]
 
     def gradients(
-        self,
-        outputs: Sequence[Tensor | GradientEdge],
-        vectors: Sequence[Tensor],
-        batched: bool = False,
-        also: Sequence[Tensor] = (),
+        self, outputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor], also: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """One backward pass to the output of every use and to the tensors `also`; keeps the graph.
-
-        Args:
-            vectors: one for each output; (k, *output.shape) if `batched`.
-        """
+        """One vector for each output goes back, to that of every use and the tensors `also`; keeps the graph."""
         places: Any = [*(use.edge for use in self.uses if use.edge is not None), *also]
-        options: Any = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        options: Any = {"retain_graph": True, "allow_unused": True}
         backprops = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]
         rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]
-        lead = vectors[0].shape[:1] if batched else ()
-        return [*(None if g is None else g.reshape((*lead, *use.shape)) for use, g in rows), *backprops]
+        return [*(None if g is None else g.reshape(use.shape) for use, g in rows), *backprops]
 
 
 def add_use(

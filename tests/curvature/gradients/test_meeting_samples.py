@@ -362,7 +362,7 @@ def test_a_loop_of_another_length_is_not_asked_again():
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for model.times in (4, 9, 2, 4, 3):
         rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
-        assert passes.count(False) == 9  # of six samples
+        assert passes.count(False) == 10  # of six samples
         torch.testing.assert_close(
             rows["b.weight"].mean(0), torch.autograd.grad(F.cross_entropy(model(x), y), model.b.weight)[0]
         )
