@@ -59,7 +59,7 @@ def main() -> None:
         "", f"all {sizes[0]:,} parameters", f"{sizes[1]:,} in adapters, others frozen",
         "nothing frozen, adapters chosen",
     ]  # fmt: skip
-    printed(head, "l", ([label, *cells(ways, rounds), "-"][:4] for label, ways in rows(whole, frozen, names)))
+    printed(head, ([label, *cells(ways, rounds), "-"][:4] for label, ways in rows(whole, frozen, names)))
 
 
 def rows(whole: nn.Module, frozen: nn.Module, names: list[str]) -> Iterator[tuple[str, list[Callable[[], object]]]]:

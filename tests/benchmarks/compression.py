@@ -88,8 +88,8 @@ def main() -> None:
         for name, run in tasks(model, data).items():
             parameters, seconds = timed(run)
             rows.setdefault(name, []).append((*judged(model, parameters, data, unseen), seconds))
-    head = ["", "method", "training loss", "right, %", "seconds"]
-    printed(head, "llr", medians(rows, ".3f", ".1f", ".2f"))
+    head = ["", "method", "training loss", "accuracy, % ↑", "seconds"]
+    printed(head, medians(rows, ".3f", ".1f", ".2f"))
 
 
 if __name__ == "__main__":

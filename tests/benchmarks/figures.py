@@ -37,7 +37,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REGION = re.compile(
     r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
 )
-NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
 # of the table in coming_from.md, for each peer: what is here as well, the case of silently_wrong.py, and their call
 PEERS = {
     "BackPACK": ("rows, norms, diagonals, factors for any model", 'padding_mode="circular"', "BatchGrad"),
@@ -51,29 +50,6 @@ PEERS = {
 LEVEL = 1.1  # ratios of times up to this count as level ...
 LEVEL_LOSS = 1.05  # ... and of losses
 GROUPS = ("Ahead", "Level", "Behind")
-MORE = {"accuracy", "mean return"}  # metrics of which more is better
-COLUMNS = {  # of tables as the pages have them: units, and which way is better
-    "budget, s": "budget, CPU s",
-    "times as fast": "times as fast ↑",
-    "steps to AdamW's loss, of its own": "steps, of AdamW's ↓",
-    "loss at equal time, of the best rival's, by seed": "loss at equal time, of the best rival's ↓",
-    "at a constant rate": "constant lr ↓",
-    "cosine": "cosine ↓",
-    "linear": "linear ↓",
-    "best moment": "best moments ↓",
-    "s to its loss": "CPU s to its loss ↓",
-    "training loss, ours / its": "training loss ↓, ours / its",
-    "CPU seconds to target (min - max)": "CPU s to target ↓ (min - max)",
-    "seconds to target (min - max)": "s to target ↓ (min - max)",
-    "to best rival": "of the best rival's ↓",
-    "steps": "steps ↓",
-    "ms per step": "ms per step ↓",
-    "test loss": "held-out loss ↓",
-    "accuracy": "held-out accuracy ↑",
-    "right, %": "accuracy, % ↑",
-    "right of the first task, %": "accuracy, first task, % ↑",
-    "right of the second, %": "accuracy, second task, % ↑",
-}
 PICTURES = {
     "generality": (contest.FamilyResult, contest.family_figure),
     "race": (contest.RaceResult, contest.race_figure),
@@ -83,17 +59,9 @@ middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, wh
 
 
 def markdown(table: Table) -> str:
-    """Columns of numbers are set to the right; why something fails is what the benchmark says, not the page.
-
-    Families have the names of the pages, not those of the benchmark's options.
-    """
+    """Why something fails is what the benchmark says, not the page."""
     short = lambda cell: re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell)
-    rows = [[row[0], *map(short, row[1:])] for row in table.rows]
-    if table.columns[0] == "family":
-        rows = [[contest.NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
-    align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]
-    columns = [COLUMNS.get(column, column) for column in table.columns]
-    return _report.markdown(columns, "".join(align), rows) + "\n"
+    return _report.markdown(table.columns, [[row[0], *map(short, row[1:])] for row in table.rows]) + "\n"
 
 
 def origin(stored: Stored) -> str:
@@ -194,16 +162,7 @@ def speed_of(family: str, scores: Mapping[str, list[Any]], speeds: Mapping[str, 
 
 
 def family_table(ours: str) -> str:
-    """One of ours beside the best rival of each family, with what is measured on data held out."""
-    columns = ["family", "best rival", "times as fast", "steps to AdamW's loss, of its own",
-               "loss at equal time, of the best rival's, by seed", "held out", "ours / its"]  # fmt: skip
-    rows = []
-    for name, result in families_run().items():
-        _, rival, _, speed, steps, loss, metric, of_rival, _ = contest.family_cells(result, result.scores()[ours])
-        way = "↑" if result.metric in MORE else "↓"
-        cells = [rival, speed, steps, loss, f"{result.metric} {way}", f"{metric} / {of_rival}"]
-        rows.append([contest.NAMES[name], *cells])
-    return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('generality'))}"
+    return f"\n{markdown(Table(*contest.family_table(families_run(), ours)))}\n{origin(stored_of('generality'))}"
 
 
 def race_results() -> list[Any]:
@@ -228,11 +187,9 @@ def race() -> str:
 
 
 def race_tables() -> str:
-    """A table for each problem of the race, with units and directions."""
+    """A table for each problem of the race."""
     tables = "\n".join(map(contest.race_table, race_results()))
-    cells = lambda match: [cell.strip() for cell in match[0].strip("|").split("|")]
-    named = lambda match: f"| {' | '.join(COLUMNS.get(cell, cell) for cell in cells(match))} |"
-    return f"\n{re.sub(r'^.*contestant.*$', named, tables, flags=re.M)}\n{origin(stored_of('race'))}"
+    return f"\n{tables}\n{origin(stored_of('race'))}"
 
 
 def held_out() -> str:
@@ -274,7 +231,7 @@ def standing() -> str:
             *standing_cells(inverted(stopped), shown(stopped), LEVEL_LOSS),
         ],
     ]
-    return f"\n{_report.markdown(['', *map(str.lower, GROUPS)], 'llll', rows)}\n"
+    return f"\n{_report.markdown(['', *map(str.lower, GROUPS)], rows)}\n"
 
 
 def inverted(ratios: Mapping[str, float]) -> dict[str, float]:

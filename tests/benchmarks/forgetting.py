@@ -72,8 +72,8 @@ def outcomes(seed: int) -> dict[tuple[str, str], tuple[float, float]]:
 def main() -> None:
     found = [outcomes(seed) for seed in range(options_of(__doc__, seeds=5).seeds)]
     rows = {name: [own[name] for own in found] for name in found[0]}
-    head = ["penalty", "strength", "right of the first task, %", "right of the second, %"]
-    printed(head, "lr", medians(rows, ".1f", ".1f"))
+    head = ["penalty", "strength", "accuracy, first task, % ↑", "accuracy, second task, % ↑"]
+    printed(head, medians(rows, ".1f", ".1f"))
 
 
 if __name__ == "__main__":

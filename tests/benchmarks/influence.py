@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _networks import mlp
+from _problems import mnist
 from _report import options_of, printed
-from _retraining import Data, digits
 from _rows import in_turns, timed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,6 +31,7 @@ import curvature
 LOSS = nn.CrossEntropyLoss()
 BATCH = 500
 Times = dict[str, float]
+Data = tuple[Tensor, Tensor]
 
 
 def cnn() -> nn.Module:
@@ -99,9 +100,11 @@ def main() -> None:
     if importlib.util.find_spec("kronfluence") is None:
         print(f"not installed: kronfluence (in a folder of its own, see {__file__})")
         return
-    train, query = ((x.view(-1, 1, 28, 28), y) for x, y in digits(options.digits, options.queries))
+    x, y = mnist()
+    x = x.view(-1, 1, 28, 28)
+    train, query = ((x[part], y[part]) for part in (slice(options.digits), slice(-options.queries, None)))
     head = ["model", "factors, s", "kronfluence", "scores, s", "kronfluence", "correlation"]
-    printed(head, "lr", (row(name, options.rounds, train, query) for name in MODELS))
+    printed(head, (row(name, options.rounds, train, query) for name in MODELS))
 
 
 if __name__ == "__main__":

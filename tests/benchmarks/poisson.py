@@ -103,7 +103,7 @@ def main() -> None:
             found = [min(run(way, seed, sizes, options.seconds) for way in settings) for seed in range(options.seeds)]
             yield ["-".join(map(str, sizes)), name, *(f"{error:.1e} ({steps})" for error, steps in found)]
 
-    printed(["network", "method", *(f"seed {seed}" for seed in range(options.seeds))], "llr", rows())
+    printed(["network", "method", *(f"seed {seed}" for seed in range(options.seeds))], rows())
 
 
 if __name__ == "__main__":

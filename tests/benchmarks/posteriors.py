@@ -111,7 +111,7 @@ def main() -> None:
         "`optimize_prior(validation=...)` ↓", "laplace-torch, gridsearch ↓", "search, CPU s",
         "laplace-torch's fit and search, CPU s",
     ]  # fmt: skip
-    printed(head, "llr", rows)
+    printed(head, rows)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
             one = measured(1, name, 128, options.steps)
             found.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
     head = ["optimizer", "one process, images/s", "the same batch each", "the batch in two"]
-    printed(head, "l", medians(rows, ".0f", ".2f", ".2f"))
+    printed(head, medians(rows, ".0f", ".2f", ".2f"))
 
 
 if __name__ == "__main__":
