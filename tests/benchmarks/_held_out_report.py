@@ -12,7 +12,7 @@ from typing import Any
 
 from _contest import Point, Record, Result, met
 from _contest_report import dot_figure
-from _held_out_problems import CHOSEN, PATIENCE, TABLES, UNSEEN
+from _held_out_problems import CHOSEN, PATIENCE, TABLES
 from _report import markdown
 
 TUNED = ("adamw", "sgd", "muon", "soap")
@@ -28,7 +28,6 @@ NAMES = {
     "units": "diabetes, in its own units", "cancer": "breast cancer", "flipped": "make_classification, wrong labels",
     "friedman": "make_friedman1 with noise",
 }  # fmt: skip
-NEAR, FAR, SCHEDULED = 1.05, 1.3, 1.03  # the best tuned rival's held-out loss; a schedule's, over a constant rate's
 COLOURS = {"schedulefree": "0.6", "kfac": "black", "kfac_cosine": "C0", "kfac_linear": "C2", "ekfac": "crimson",
            "ekfac_cosine": "C1", "ekfac_linear": "C4"}  # fmt: skip
 
@@ -161,55 +160,15 @@ def stopped(results: Mapping[str, HeldOutResult]) -> str:
     return markdown(["table", "metric", *map(label, names)], rows)
 
 
-def beside_each(results: Mapping[str, HeldOutResult], ours: str) -> list[str]:
-    """On how many problems the held-out loss at the end is below that of each rival; empty where ours have not run."""
+def beside_each(results: Mapping[str, HeldOutResult], ours: str) -> str:
+    """On how many problems the held-out loss at the end is below that of each rival."""
     end = lambda one, name: middle([loss_of(record.last) for record in one.of(name)])
     counts = []
     for rival in (*TUNED, "schedulefree"):
         both = [one for one in results.values() if one.of(ours) and one.of(rival)]
-        if both:
-            lower = sum(end(one, ours) < end(one, rival) for one in both)
-            counts.append(f"{LABELS[rival]}'s on {lower} of {len(both)}")
-    return [f"{LABELS[ours]}: held-out loss below {', '.join(counts)}."] if counts else []
-
-
-def summary(results: Mapping[str, HeldOutResult]) -> str:
-    """Lines for each half, for schedules, and for tables; empty where ours have not run."""
-    problems, tables = parted(results)
-    lines = []
-    for ours in ("kfac", "ekfac"):
-        raced = {name: one for name, one in problems.items() if one.of(ours) and one.best()}
-        for half, names in (("on which constants were chosen", CHOSEN), ("looked at once", UNSEEN)):
-            for entry in (ours, f"{ours}_cosine"):
-                ratios = {name: ratio(one, entry) for name, one in raced.items() if name in names and one.of(entry)}
-                if ratios:
-                    near, worst = sum(one <= NEAR for one in ratios.values()), max(ratios, key=ratios.__getitem__)
-                    lines.append(
-                        f"{LABELS[entry]}, problems {half}: held-out loss within {NEAR - 1:.0%} of the best tuned "
-                        f"rival's on {near} of {len(ratios)}, at worst {ratios[worst]:.2f} times ({NAMES[worst]})."
-                    )
-        changes = {
-            (name, schedule): ratio(one, f"{ours}_{schedule}") / ratio(one, ours)
-            for name, one in raced.items()
-            for schedule in ("cosine", "linear")
-            if one.of(f"{ours}_{schedule}")
-        }
-        if changes:
-            worse, worst = sum(one > SCHEDULED for one in changes.values()), max(changes, key=changes.__getitem__)
-            lines.append(
-                f"{LABELS[ours]} under a schedule: the loss is more than {SCHEDULED - 1:.0%} higher than at a constant "
-                f"rate in {worse} of {len(changes)} cases, at worst {changes[worst]:.2f} times ({NAMES[worst[0]]}, "
-                f"{worst[1]})."
-            )
-        lines += beside_each(raced, f"{ours}_cosine")
-        both = [one for one in tables.values() if one.of(ours) and one.of("adamw")]
-        if both:
-            best = lambda one, name: middle([loss_of(lowest(record)) for record in one.of(name)])
-            ahead = sum(best(one, ours) < best(one, "adamw") for one in both)
-            lines.append(
-                f"{LABELS[ours]}, tables with early stopping: held-out loss below AdamW's on {ahead} of {len(both)}."
-            )
-    return "".join(f"- {line}\n" for line in lines)
+        lower = sum(end(one, ours) < end(one, rival) for one in both)
+        counts.append(f"{LABELS[rival]}'s on {lower} of {len(both)}")
+    return f"below {', '.join(counts)}"
 
 
 def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
@@ -217,7 +176,7 @@ def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
     problems, tables = parted(results)
     head = ["problem", "best tuned rival", "constant lr ↓", "cosine ↓", "linear ↓", "best moments ↓",
             "CPU s to its loss ↓", "metric", "metric, ours / its", "training loss ↓, ours / its"]  # fmt: skip
-    text = f"{summary(results)}\n"
+    text = ""
     if problems:
         text += f"### Held-out loss at the end\n\n{losses(problems)}\n\n"
     for ours in ("kfac", "ekfac"):

@@ -5,10 +5,9 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`standing` is the table of where KFAC is ahead, level and behind; `families` is the list of it for the families,
-`families_of_kfac` the table; `race` the same list and picture, `race_tables` the tables; `held_out_lines` how it stands
-on data held out; `gpu_line` and `price_line` are sentences; `rows_of_per_sample` says on which rows of the tables ours
-is the fastest; `headline`, `peers` and `demo_losses` are what README and the demo show; `examples/trainer` is what that
+`standing` is the table of where KFAC is ahead, level and behind; `families_of_kfac` and `race_tables` are what was run;
+`gpu_line` and `price_line` are sentences; `rows_of_per_sample` says on which rows of the tables ours is the fastest;
+`headline`, `peers` and `demo_losses` are what README and the demo show; `examples/trainer` is what that
 script has printed (`make examples`). Where a benchmark has not been run yet, the page says so.
 """
 
@@ -129,23 +128,6 @@ def grouped(speeds: Mapping[str, float], level: float = LEVEL) -> dict[str, list
     return {title: [name for name in names if group(speeds[name]) == title] for title in GROUPS}
 
 
-def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
-    titles = {"Level": "**Level**, within a tenth,"}
-    lines = [
-        f"- {titles.get(title, f'**{title}**')} on {len(names)}: {', '.join(map(said, names))}.\n"
-        for title, names in grouped(speeds).items()
-        if names
-    ]
-    return "".join(lines)
-
-
-def families() -> str:
-    """KFAC beside the best rival, by family, in one line each."""
-    scores, speeds, _ = scores_of_kfac()
-    said = lambda name: f"{contest.NAMES[name]} ({speed_of(name, scores, speeds)})"
-    return f"{listed(speeds, said)}- {families_mean()}"
-
-
 def families_mean() -> str:
     scores, speeds, steps = scores_of_kfac()
     every = [score for of_family in scores.values() for score in of_family]
@@ -179,30 +161,10 @@ def race_speeds() -> dict[str, float]:
     return speeds
 
 
-def race() -> str:
-    """KFAC beside the best rival in the time to a training loss, and the picture."""
-    speeds = race_speeds()
-    said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
-    return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{origin(stored_of('race'))}"
-
-
 def race_tables() -> str:
     """A table for each problem of the race."""
     tables = "\n".join(map(contest.race_table, race_results()))
     return f"\n{tables}\n{origin(stored_of('race'))}"
-
-
-def held_out() -> str:
-    """KFAC beside the best tuned rival, in a few lines, and the picture.
-
-    Raises:
-        NotStored: ours have not been run.
-    """
-    lines = held.summary(held.read(runs_of("held_out")))
-    if not lines:
-        raise NotStored("held_out")
-    kept = "".join(f"{line}\n" for line in lines.splitlines() if line.startswith("- KFAC"))
-    return f"{kept}\n![Held-out loss of all, times that of the best tuned rival](held_out.png)\n"
 
 
 def standing() -> str:
@@ -256,15 +218,14 @@ def held_out_ratios() -> tuple[dict[str, float], dict[str, float]]:
 def held_out_line() -> str:
     losses, stopped = held_out_ratios()
     ahead, level, behind = grouped(inverted(losses), LEVEL_LOSS).values()
-    problems, _ = held.parted(held.read(runs_of("held_out")))
-    ((_, below),) = (line.split(": held-out loss ") for line in held.beside_each(problems, "kfac_cosine"))
+    below = held.beside_each(held.parted(held.read(runs_of("held_out")))[0], "kfac_cosine")
     lower = [ratio for ratio in stopped.values() if ratio < 1]  # as in "below AdamW's on"
     near = sum(ratio * LEVEL_LOSS > 1 for ratio in lower)
     return (
         f"On data **held out**, under a cosine and with nothing set, its loss is below that of the best of four tuned "
         f"rivals on {len(ahead)} of {len(losses)} problems, level with it (within 5 %) on {len(level)}, and above it "
         f"on {len(behind)}, most on {', '.join(f'{name} ({losses[name]:.2f} times)' for name in behind[:-4:-1])}. "
-        f"It is {below[:-1]}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on "
+        f"It is {below}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on "
         f"{near} of them by less than 5 %."
     )
 
@@ -417,16 +378,13 @@ def runs_of(name: str) -> dict[str, Any]:
 
 SENTENCES: dict[str, Callable[[], str]] = {
     "demo_losses": demo,
-    "families": families,
     "families_mean": families_mean,
     "families_of_ekfac": partial(family_table, "ekfac"),
     "families_of_kfac": partial(family_table, "kfac"),
     "gpu_line": gpu_line,
     "headline": headline,
-    "held_out_lines": held_out,
     "peers": peers,
     "price_line": price_line,
-    "race": race,
     "race_tables": race_tables,
     "standing": standing,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},

@@ -59,7 +59,7 @@ def test_pictures_are_drawn(name, tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["race", "influence", "families"])
+@pytest.mark.parametrize("name", ["race_tables", "influence", "standing"])
 def test_a_page_says_which_results_are_missing(monkeypatch, tmp_path, name):
     for module in (bench_all, figures):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
