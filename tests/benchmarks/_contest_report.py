@@ -106,8 +106,6 @@ class Score:
         rival: the best rival, and its metric.
     """
 
-    name: str
-    seed: int
     end: str
     speed: float
     slower: bool
@@ -130,7 +128,7 @@ def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
     loss = level(record.points, budget) / max(targets.loss, FLOOR)
     best = next(rival for rival in rivals if rival.name == targets.best)
     return Score(
-        record.name, record.seed, record.end, speed, fast is None, steps, few is None, loss,
+        record.end, speed, fast is None, steps, few is None, loss,
         at(record.points, budget), targets.best, at(best.points, budget),
     )  # fmt: skip
 
