@@ -8,10 +8,10 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
 SCRIPTS := $(filter-out examples/_% examples/demo.py examples/laplace_backend.py,$(wildcard examples/*.py))
 RACES := tests/benchmarks/race.py tests/benchmarks/generality.py tests/benchmarks/held_out.py
-BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) tests/benchmarks/bench_all.py tests/benchmarks/figures.py,$(wildcard tests/benchmarks/*.py))
-RACE_ARGS ?= --json out/race.json --figure out/race.png
-GENERALITY_ARGS ?= --json out/generality.json --figure out/generality.png
-HELD_OUT_ARGS ?= --json out/held_out.json --figure out/held_out.png
+BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) $(addprefix tests/benchmarks/,bench_all.py figures.py gpu.py),$(wildcard tests/benchmarks/*.py))
+RACE_ARGS ?= --json out/race.json
+GENERALITY_ARGS ?= --json out/generality.json
+HELD_OUT_ARGS ?= --json out/held_out.json
 
 # Peers that ask for torchvision, see pyproject.toml.
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry laplace-torch asdfghjkl

@@ -24,7 +24,7 @@ TURN = 0.1  # seconds of one turn
 LEAD = 2.0  # a race goes on for this many times the seconds of its winner, or of its budget
 WARM_UP = 3  # steps of every optimizer on a throwaway model, so that no clock pays for first calls
 WIDEN = 6  # how often a grid may grow
-OPTIONS = {"seeds": 3, "scale": 1.0, "tune": False, "json": Path, "figure": Path}
+OPTIONS = {"seeds": 3, "scale": 1.0, "tune": False, "json": Path}
 
 
 @dataclass(frozen=True)
@@ -332,6 +332,17 @@ def half_decade(lr: float, up: bool) -> float:
     return float(f"{(3 if one else 10) if up else (0.3 if one else 1):g}e{power}")
 
 
+def kept(before: Result | None, contestants: Mapping[Entry, Setting]) -> list[Record]:
+    """The earlier runs of all others."""
+    names = {entry.name for entry in contestants}
+    return [record for record in before.records if record.name not in names] if before else []
+
+
+def chosen(options: argparse.Namespace) -> Callable[[str], list[Entry]]:
+    """Those of --only, on every problem."""
+    return lambda problem: [entry for name, entry in ENTRIES.items() if name in options.only]
+
+
 def said(problem: str, name: str, what: str, end: str, loss: float, steps: float, seconds: float) -> None:
     found = f"{end:9s} loss {loss:<10.4g} steps {steps:<6.0f} {seconds:.2f} s"
     print(f"{problem:12s} {name:10s} {what:24s} {found}", flush=True)
@@ -353,13 +364,16 @@ def save_tuned(path: Path, problem: Problem, entry: Entry, trials: Iterator[Tria
 
 def contest(
     options: argparse.Namespace, problems: Mapping[str, Callable[..., Problem]], kind: type[Result],
-    grid: Callable[[Problem, Entry], Iterator[Trial]], raced: Callable[[Problem, dict[Entry, Setting]], Result],
+    entries_of: Callable[[str], Sequence[Entry]], grid: Callable[[Problem, Entry], Iterator[Trial]],
+    raced: Callable[[Problem, dict[Entry, Setting], Any], Result],
 ) -> dict[str, Any]:  # fmt: skip
-    """Tune the rivals on the problems, or race; the results are those of this call and those that --json had."""
+    """Tune the rivals on the problems, or race; the results are those of this call and those that --json had.
+
+    `raced` has the earlier result of the problem, too.
+    """
     results = {name: kind.read(saved) for name, saved in load(options.json).items()}
-    entries = [entry for name, entry in ENTRIES.items() if name in options.only]
     for name in options.problem:
-        problem = problems[name]()
+        problem, entries = problems[name](), entries_of(name)
         for entry in [entry for entry in entries if entry.lrs] if options.tune else ():
             save_tuned(options.tuned, problem, entry, grid(problem, entry))
         if options.tune:
@@ -369,7 +383,8 @@ def contest(
             run = Run(problem, entry, setting, seed=0)
             for _ in range(WARM_UP):
                 run.step()
-        results[name] = kind.read(raced(problem, contestants).plain())  # shown as it is stored
+        result = raced(problem, contestants, results.get(name))
+        results[name] = kind.read(result.plain())  # shown as it is stored
         if options.json:
             save(options.json, {name: result.plain() for name, result in results.items()})
     return {} if options.tune else {name: results[name] for name in problems if name in results}

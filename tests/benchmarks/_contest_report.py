@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from _report import markdown, words
 
 WINDOW = 1.3  # a loss is the geometric mean over the evaluations since this fraction of its steps
 FLOOR = 1e-9  # losses below count as this: single precision has nothing to say there
-TOLERANCE = 1.1  # of the loss at equal time
 ADAMW = "adamw"
 geometric = lambda values: math.exp(statistics.fmean(math.log(value) for value in values))
 seconds_of = lambda records: [record.reached.seconds if record.reached else math.inf for record in records]
@@ -106,8 +106,6 @@ class Score:
         rival: the best rival, and its metric.
     """
 
-    name: str
-    seed: int
     end: str
     speed: float
     slower: bool
@@ -117,11 +115,6 @@ class Score:
     metric: float
     rival: str
     rival_metric: float
-
-    @property
-    def holds(self) -> bool:
-        """Finite, and not behind by more than the tolerance."""
-        return self.end == "stopped" and self.loss <= TOLERANCE
 
 
 def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
@@ -135,7 +128,7 @@ def score(record: Record, rivals: Sequence[Record], budget: float) -> Score:
     loss = level(record.points, budget) / max(targets.loss, FLOOR)
     best = next(rival for rival in rivals if rival.name == targets.best)
     return Score(
-        record.name, record.seed, record.end, speed, fast is None, steps, few is None, loss,
+        record.end, speed, fast is None, steps, few is None, loss,
         at(record.points, budget), targets.best, at(best.points, budget),
     )  # fmt: skip
 
@@ -150,6 +143,7 @@ PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", 
 DASHES = ("-", "--", "-.", "-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 2)))
 COLOURS = {entry.name: colour for entry, colour in zip((*OURS, *RIVALS), PALETTE, strict=True)}
 LINES = {entry.name: dashes for entry, dashes in zip((*OURS, *RIVALS), DASHES, strict=True)}
+MORE = {"accuracy", "mean return"}  # metrics of which more is better
 PANELS = (  # what, its mark as a bound, whether smaller is better, title
     ("speed", "slower", False, "times as fast as the best rival"),
     ("steps", "more", True, "times fewer steps than AdamW"),
@@ -225,11 +219,12 @@ def race_table(result: RaceResult) -> str:
     times = {name: middle(seconds_of(records)) for name, records in groups.items()}
     best = min((time for name, time in times.items() if name not in OWN), default=math.inf)
     sgd_step = middle(1e3 * record.seconds / record.steps for record in groups.get("sgd", []))
-    head = ["contestant", "setting", f"{result.clock} to target (min - max)", "to best rival", "steps", "ms per step",
-            "to SGD's", "test loss", "accuracy"]  # fmt: skip
+    clock = result.clock.replace("seconds", "s")
+    head = ["contestant", "setting", f"{clock} to target ↓ (min - max)", "of the best rival's ↓", "steps ↓",
+            "ms per step ↓", "to SGD's", "held-out loss ↓", "held-out accuracy ↑"]  # fmt: skip
     order = sorted(groups, key=lambda name: times[name])
     rows = [race_cells(groups[name], best, 0.0 if math.isnan(sgd_step) else sgd_step) for name in order]
-    body = markdown(head, "llr", rows)
+    body = markdown(head, rows)
     seeds = len({record.seed for record in result.records})
     note = f"Training loss {result.target:g} {result.unit}; {seeds} seed(s); {result.machine}."
     return f"### {result.title}\n\n{note}\n\n{body}\n"
@@ -327,16 +322,6 @@ def said(value: float, bounded: bool, sign: str, form: str = ".2f") -> str:
     return f"{sign if bounded else ''}{value:{form}}"
 
 
-def line(family: str, found: Score) -> str:
-    """For the terminal, when a seed is done."""
-    return (
-        f"{family:10s} {found.name:8s} seed {found.seed}: {said(found.speed, found.slower, '<')} times as fast as "
-        f"{found.rival}, {said(found.steps, found.more, '>')} of AdamW's steps, {found.loss:.3g} of the loss at equal "
-        f"time, test {found.metric:.4g} ({found.rival_metric:.4g})"
-        + ("" if found.end == "stopped" else f"  {found.end}")
-    )
-
-
 def median(scores: Sequence[Score], what: str, bound: str, sign: str, least: bool) -> str:
     """Median of the seeds, and the range where there are several; bounds are marked."""
     values = sorted(scores, key=lambda found: getattr(found, what))
@@ -348,57 +333,33 @@ def median(scores: Sequence[Score], what: str, bound: str, sign: str, least: boo
     return text
 
 
-def family_cells(result: FamilyResult, scores: Sequence[Score]) -> list[str]:
-    ends = {found.end for found in scores} - {"stopped"}
-    test = statistics.median(found.metric for found in scores)
-    rivals = statistics.median(found.rival_metric for found in scores)
-    names = ", ".join(sorted({ENTRIES[found.rival].label for found in scores}))
-    return [
-        result.title,
-        names,
-        f"{result.budget:.3g}",
-        median(scores, "speed", "slower", "<", least=True),
-        median(scores, "steps", "more", ">", least=False),
-        " / ".join(f"{found.loss:.2f}" if math.isfinite(found.loss) else "not finite" for found in scores),
-        f"{test:.4g}",
-        f"{rivals:.4g}",
-        "; ".join(sorted(ends)) or "yes",
-    ]
+def family_table(results: Mapping[str, FamilyResult], ours: str) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: one of ours beside the best rival of each family, with what is measured on data held out."""
+    head = ["family", "best rival", "times as fast ↑", "steps, of AdamW's ↓",
+            "loss at equal time, of the best rival's ↓", "held out", "ours / its"]  # fmt: skip
+    rows = []
+    for family, result in results.items():
+        scores = result.scores().get(ours, [])
+        metrics = [statistics.median(getattr(one, what) for one in scores) for what in ("metric", "rival_metric")]
+        rows.append([
+            NAMES[family],
+            ", ".join(sorted({ENTRIES[one.rival].label for one in scores})),
+            median(scores, "speed", "slower", "<", least=True),
+            median(scores, "steps", "more", ">", least=False),
+            " / ".join(f"{one.loss:.2f}" if math.isfinite(one.loss) else "not finite" for one in scores),
+            f"{result.metric} {'↑' if result.metric in MORE else '↓'}",
+            " / ".join(f"{metric:.4g}" for metric in metrics),
+        ])  # fmt: skip
+    return head, rows
 
 
-def medians(scores: Mapping[str, Sequence[Score]], what: str) -> dict[str, float]:
-    return {family: statistics.median(getattr(found, what) for found in own) for family, own in scores.items()}
-
-
-def summary(scores: Mapping[str, Sequence[Score]]) -> str:
-    """Geometric means over families of the medians over seeds, and the worst case over all."""
-    every = [(found, family) for family, own in scores.items() for found in own]
-    speeds, steps, losses = (medians(scores, what) for what in ("speed", "steps", "loss"))
-    slowest, loser = min(every, key=lambda e: e[0].speed), max(every, key=lambda e: e[0].loss)
-    behind = {family: sum(not found.holds for found in own) for family, own in scores.items()}
-    named = ", ".join(f"{family} {count}" for family, count in behind.items() if count)
-    return (
-        f"Ahead in CPU seconds on {sum(speed > 1 for speed in speeds.values())} of {len(speeds)} families: "
-        f"{geometric(speeds.values()):.2f} times as fast in the geometric mean, at worst "
-        f"{said(slowest[0].speed, slowest[0].slower, '<')} ({slowest[1]}). Steps: {geometric(steps.values()):.2f} of "
-        f"AdamW's. Loss at equal time: {geometric(losses.values()):.2f} of the best rival's, at worst "
-        f"{loser[0].loss:.3g} ({loser[1]}). Not finite: {sum(found.end != 'stopped' for found, _ in every)} of "
-        f"{len(every)} runs. Behind by more than {TOLERANCE - 1:.0%}: {sum(behind.values())}"
-        + (f" ({named})." if named else ".")
-    )
-
-
-def family_table(results: Mapping[str, FamilyResult]) -> str:
-    """Markdown: for each of ours a table with a row for each family."""
-    scores = {family: result.scores() for family, result in results.items()}
-    names = list(dict.fromkeys(name for own in scores.values() for name in own))
-    head = ["family", "best rival", "budget, s", "times as fast", "steps to AdamW's loss, of its own",
-            "loss at equal time, of the best rival's, by seed", "test", "test, best rival", "finite"]  # fmt: skip
+def family_tables(results: Mapping[str, FamilyResult]) -> str:
+    """Markdown: each of ours beside the best rivals, and the losses of all."""
+    names = dict.fromkeys(name for result in results.values() for name in result.scores())
     text = ""
     for name in names:
-        own = {family: found[name] for family, found in scores.items() if name in found}
-        body = markdown(head, "llrrrrrrl", [family_cells(results[family], found) for family, found in own.items()])
-        text += f"### {ENTRIES[name].label}\n\n{summary(own)}\n\n{body}\n\n"
+        raced = {family: result for family, result in results.items() if name in result.scores()}
+        text += f"### {ENTRIES[name].label}\n\n{markdown(*family_table(raced, name))}\n\n"
     machines = "; ".join(sorted({result.machine for result in results.values()}))
     text += f"### Losses at the end of the budget\n\n{losses(results)}\n"
     return text + f"{machines}; what did not come to its target after {LEAD:g} budgets counts as if it did then.\n"
@@ -414,43 +375,70 @@ def losses(results: Mapping[str, FamilyResult]) -> str:
         for record in result.records:
             ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
         middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
-        rows.append([family, result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
-    return markdown(["family", "objective", *(ENTRIES[name].label for name in names)], "llr", rows) + "\n"
+        rows.append([NAMES[family], result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
+    return markdown(["family", "objective", *(ENTRIES[name].label for name in names)], rows) + "\n"
 
 
 def family_figure(results: Mapping[str, FamilyResult], path: Path) -> None:
-    """Two panels, right is better, a row for each family: a dot for each seed, an arrow for a bound, the median."""
+    """Speeds and steps of ours, the family in which the first is fastest on top; bounds are arrows."""
+    scores = {family: result.scores() for family, result in results.items()}
+    names = list(dict.fromkeys(name for of_family in scores.values() for name in of_family))
+    speed = lambda family: statistics.median(one.speed for one in scores[family][names[0]])
+    order = sorted((family for family in scores if names[0] in scores[family]), key=speed, reverse=True)
+
+    def dots(panel: tuple[str, str, bool, str], name: str, family: str) -> list[tuple[float, str]]:
+        what, bound, is_inverted, _ = panel
+        of_seeds = scores[family].get(name, [])
+        values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in of_seeds]
+        marks = ["<" if getattr(one, bound) else "o" for one in of_seeds]
+        return [(1 / value if is_inverted else value, mark) for value, mark in zip(values, marks, strict=True)]
+
+    dot_figure(
+        path,
+        {panel[-1]: partial(dots, panel) for panel in PANELS},
+        {name: (ENTRIES[name].label, COLOURS[name]) for name in names},
+        {family: NAMES[family] for family in order},
+        TICKS,
+        "right of 1 is better",
+        "bars: medians of the seeds; arrows: at most this",
+    )
+
+
+def dot_figure(
+    path: Path, panels: Mapping[str, Callable[[str, str], list[tuple[float, str]]]],
+    names: Mapping[str, tuple[str, str]], rows: Mapping[str, str], ticks: Sequence[float], xlabel: str, note: str,
+) -> None:  # fmt: skip
+    """Ratios: a dot for each seed, a bar for the median.
+
+    Args:
+        panels: by title; each gives the values of a name in a row, with their marks.
+        names: label and colour of each.
+        rows: label of each.
+    """
     from matplotlib import pyplot as plt
 
-    scores = {family: result.scores() for family, result in results.items()}
-    names = list(dict.fromkeys(name for own in scores.values() for name in own))
-    first = lambda family: statistics.median(one.speed for one in scores[family][names[0]])
-    order = sorted((family for family in scores if names[0] in scores[family]), key=first, reverse=True)
-    drawn, axes = plt.subplots(1, len(PANELS), figsize=(10, 1.6 + 0.36 * len(order)), sharey=True, layout="constrained")
-    for panel, (what, bound, is_inverted, title) in zip(axes, PANELS, strict=True):
-        for shift, name in enumerate(names):
-            style = {"color": COLOURS[name], "zorder": 3}
-            for row, of_family in enumerate(scores[family].get(name, []) for family in order):
-                y = row + 0.26 * (shift - (len(names) - 1) / 2)
-                values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in of_family]
-                values = [1 / value if is_inverted else value for value in values]
-                for one, value in zip(of_family, values, strict=True):
-                    panel.plot(value, y, "<" if getattr(one, bound) else "o", ms=4, alpha=0.6, **style)
-                if values:
-                    panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
-            panel.plot([], [], "|", ms=11, mew=2.5, label=ENTRIES[name].label, **style)
+    size = 10, 1.7 + (0.3 + 0.03 * len(names)) * len(rows)
+    drawn, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained")
+    for panel, (title, dots) in zip(axes, panels.items(), strict=True):
+        for shift, (name, (label, colour)) in enumerate(names.items()):
+            for row, key in enumerate(rows):
+                y = row + 0.8 * ((shift + 0.5) / len(names) - 0.5)
+                found = dots(name, key)
+                for value, mark in found:
+                    panel.plot(value, y, mark, ms=3, alpha=0.6, color=colour)
+                if found:
+                    panel.plot(statistics.median(value for value, _ in found), y, "|", ms=9, mew=2.2, color=colour)
+            panel.plot([], [], "|", ms=11, mew=2.5, label=label, color=colour)
         panel.axvline(1, color="0.3", lw=0.9, zorder=1)
-        panel.set(xscale="log", title=title, xlabel="right of 1 is better", ylim=(len(order) - 0.4, -0.6))
-        panel.set_yticks(range(len(order)), [NAMES[family] for family in order])
+        panel.set(xscale="log", title=title, xlabel=xlabel, ylim=(len(rows) - 0.4, -0.6))
+        panel.set_yticks(range(len(rows)), list(rows.values()))
         low, high = panel.get_xlim()
-        ticks = [t for t in TICKS if low <= t <= high]
-        panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        shown = [tick for tick in ticks if low <= tick <= high]
+        panel.set_xticks(shown, [f"{tick:g}" for tick in shown])
         panel.minorticks_off()
-        panel.grid(axis="x", color="0.88", lw=0.7)
-        panel.grid(axis="y", color="0.93", lw=0.7)
+        panel.grid(color="0.9", lw=0.7)
         panel.set_axisbelow(True)
     handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False,
-                 title="bars: medians of the seeds; arrows: at most this")  # fmt: skip
+    drawn.legend(handles, labels, loc="outside lower center", ncols=min(4, len(names)), frameon=False, title=note)
     drawn.savefig(path, dpi=130)
     plt.close(drawn)

@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _contest import Point, Record, Result, met
-from _held_out_problems import CHOSEN, PATIENCE, TABLES, UNSEEN
+from _contest_report import dot_figure
+from _held_out_problems import CHOSEN, PATIENCE, TABLES
 from _report import markdown
 
 TUNED = ("adamw", "sgd", "muon", "soap")
@@ -26,7 +28,6 @@ NAMES = {
     "units": "diabetes, in its own units", "cancer": "breast cancer", "flipped": "make_classification, wrong labels",
     "friedman": "make_friedman1 with noise",
 }  # fmt: skip
-NEAR, FAR, SCHEDULED = 1.05, 1.3, 1.03  # the best tuned rival's held-out loss; a schedule's, over a constant rate's
 COLOURS = {"schedulefree": "0.6", "kfac": "black", "kfac_cosine": "C0", "kfac_linear": "C2", "ekfac": "crimson",
            "ekfac_cosine": "C1", "ekfac_linear": "C4"}  # fmt: skip
 
@@ -96,11 +97,16 @@ def shown(value: float, form: str = ".3g") -> str:
 
 
 def ratio(result: HeldOutResult, name: str, at_best: bool = False) -> float:
-    """Held-out loss at the end, or at both best moments, over the best tuned rival's; the median of the seeds."""
+    """The median of the seeds."""
+    return middle(ratios(result, name, at_best))
+
+
+def ratios(result: HeldOutResult, name: str, at_best: bool) -> list[float]:
+    """Held-out loss at the end, or at both best moments, over the best tuned rival's; of each seed."""
     rival = result.best()
     end = (lambda record: loss_of(lowest(record))) if at_best else (lambda record: loss_of(record.last))
     theirs = {record.seed: end(record) for record in result.of(rival)} if rival else {}
-    return middle([end(record) / theirs[record.seed] for record in result.of(name) if record.seed in theirs])
+    return [end(record) / theirs[record.seed] for record in result.of(name) if record.seed in theirs]
 
 
 def losses(results: Mapping[str, HeldOutResult]) -> str:
@@ -110,7 +116,7 @@ def losses(results: Mapping[str, HeldOutResult]) -> str:
     for problem, result in results.items():
         cells = [shown(middle([loss_of(record.last) for record in result.of(name)])) for name in names]
         rows.append([NAMES[problem], "choices" if problem in CHOSEN else "unseen", result.title, *cells])
-    return markdown(["problem", "half", "what", *(LABELS[name] for name in names)], "lllr", rows)
+    return markdown(["problem", "half", "what", *(LABELS[name] for name in names)], rows)
 
 
 def beside(results: Mapping[str, HeldOutResult], ours: str) -> Iterator[list[str]]:
@@ -151,72 +157,32 @@ def stopped(results: Mapping[str, HeldOutResult]) -> str:
             cells.append(f"{shown(loss)} ({shown(metric)}; {epoch}; {shown(seconds, '.2f')} s)")
         rows.append([NAMES[table], result.metric, *cells])
     label = lambda name: "AdamW, 1e-3" if name == "adamw" else LABELS[name]
-    return markdown(["table", "metric", *map(label, names)], "llr", rows)
+    return markdown(["table", "metric", *map(label, names)], rows)
 
 
-def beside_each(results: Mapping[str, HeldOutResult], ours: str) -> list[str]:
-    """On how many problems the held-out loss at the end is below that of each rival; empty where ours have not run."""
+def beside_each(results: Mapping[str, HeldOutResult], ours: str) -> str:
+    """On how many problems the held-out loss at the end is below that of each rival."""
     end = lambda one, name: middle([loss_of(record.last) for record in one.of(name)])
     counts = []
     for rival in (*TUNED, "schedulefree"):
         both = [one for one in results.values() if one.of(ours) and one.of(rival)]
-        if both:
-            lower = sum(end(one, ours) < end(one, rival) for one in both)
-            counts.append(f"{LABELS[rival]}'s on {lower} of {len(both)}")
-    return [f"{LABELS[ours]}: held-out loss below {', '.join(counts)}."] if counts else []
-
-
-def summary(results: Mapping[str, HeldOutResult]) -> str:
-    """Lines for each half, for schedules, and for tables; empty where ours have not run."""
-    problems, tables = parted(results)
-    lines = []
-    for ours in ("kfac", "ekfac"):
-        raced = {name: one for name, one in problems.items() if one.of(ours) and one.best()}
-        for half, names in (("on which constants were chosen", CHOSEN), ("looked at once", UNSEEN)):
-            for entry in (ours, f"{ours}_cosine"):
-                ratios = {name: ratio(one, entry) for name, one in raced.items() if name in names and one.of(entry)}
-                if ratios:
-                    near, worst = sum(one <= NEAR for one in ratios.values()), max(ratios, key=ratios.__getitem__)
-                    lines.append(
-                        f"{LABELS[entry]}, problems {half}: held-out loss within {NEAR - 1:.0%} of the best tuned "
-                        f"rival's on {near} of {len(ratios)}, at worst {ratios[worst]:.2f} times ({NAMES[worst]})."
-                    )
-        changes = {
-            (name, schedule): ratio(one, f"{ours}_{schedule}") / ratio(one, ours)
-            for name, one in raced.items()
-            for schedule in ("cosine", "linear")
-            if one.of(f"{ours}_{schedule}")
-        }
-        if changes:
-            worse, worst = sum(one > SCHEDULED for one in changes.values()), max(changes, key=changes.__getitem__)
-            lines.append(
-                f"{LABELS[ours]} under a schedule: the loss is more than {SCHEDULED - 1:.0%} higher than at a constant "
-                f"rate in {worse} of {len(changes)} cases, at worst {changes[worst]:.2f} times ({NAMES[worst[0]]}, "
-                f"{worst[1]})."
-            )
-        lines += beside_each(raced, f"{ours}_cosine")
-        both = [one for one in tables.values() if one.of(ours) and one.of("adamw")]
-        if both:
-            best = lambda one, name: middle([loss_of(lowest(record)) for record in one.of(name)])
-            ahead = sum(best(one, ours) < best(one, "adamw") for one in both)
-            lines.append(
-                f"{LABELS[ours]}, tables with early stopping: held-out loss below AdamW's on {ahead} of {len(both)}."
-            )
-    return "".join(f"- {line}\n" for line in lines)
+        lower = sum(end(one, ours) < end(one, rival) for one in both)
+        counts.append(f"{LABELS[rival]}'s on {lower} of {len(both)}")
+    return f"below {', '.join(counts)}"
 
 
 def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
     """Markdown: the losses of all, ours beside the best tuned rival, and the tables that stopped early."""
     problems, tables = parted(results)
-    head = ["problem", "best tuned rival", "at a constant rate", "cosine", "linear", "best moment", "s to its loss",
-            "metric", "metric, ours / its", "training loss, ours / its"]  # fmt: skip
-    text = f"{summary(results)}\n"
+    head = ["problem", "best tuned rival", "constant lr ↓", "cosine ↓", "linear ↓", "best moments ↓",
+            "CPU s to its loss ↓", "metric", "metric, ours / its", "training loss ↓, ours / its"]  # fmt: skip
+    text = ""
     if problems:
         text += f"### Held-out loss at the end\n\n{losses(problems)}\n\n"
     for ours in ("kfac", "ekfac"):
         rows = list(beside(problems, ours))
         if rows:
-            body = markdown(head, "llrrrrrlr", rows)
+            body = markdown(head, rows)
             text += f"### {LABELS[ours]}, times the best tuned rival's held-out loss\n\n{body}\n\n"
     if tables:
         title = f"Tables, stopped after {PATIENCE} epochs: held-out loss (metric; epoch; seconds)"
@@ -227,37 +193,15 @@ def held_out_tables(results: Mapping[str, HeldOutResult]) -> str:
 
 
 def held_out_figure(results: Mapping[str, HeldOutResult], path: Path) -> None:
-    """Held-out loss over the best tuned rival's, left of 1 is better: a dot for each seed, a bar for their median."""
-    from matplotlib import pyplot as plt
-
+    """Held-out loss over the best tuned rival's, at the end and at the best moment."""
     raced = {name: one for name, one in parted(results)[0].items() if one.best()}
-    names = [name for name in COLOURS if any(one.of(name) for one in raced.values())]
-    drawn, axes = plt.subplots(1, 2, figsize=(10, 1.8 + 0.5 * len(raced)), sharey=True, layout="constrained")
-    for panel, at_best, title in zip(axes, (False, True), ("at the end", "at the best moment"), strict=True):
-        for shift, name in enumerate(names):
-            for row, one in enumerate(raced.values()):
-                y = row + 0.8 * ((shift + 0.5) / len(names) - 0.5)
-                for record in one.of(name):
-                    alone = replace(one, records=[record, *one.of(one.best())])
-                    panel.plot(ratio(alone, name, at_best), y, "o", ms=3, alpha=0.6, color=COLOURS[name])
-                panel.plot(ratio(one, name, at_best), y, "|", ms=9, mew=2.2, color=COLOURS[name])
-            panel.plot([], [], "|", ms=11, mew=2.5, label=LABELS[name], color=COLOURS[name])
-        panel.axvline(1, color="0.3", lw=0.9, zorder=1)
-        panel.set(
-            xscale="log",
-            title=title,
-            xlabel="times the best tuned rival's held-out loss",
-            ylim=(len(raced) - 0.4, -0.6),
-        )
-        panel.set_yticks(range(len(raced)), [NAMES[name] + ("" if name in CHOSEN else " *") for name in raced])
-        low, high = panel.get_xlim()
-        ticks = [tick for tick in (0.3, 0.5, 0.7, 0.8, 1, 1.3, 1.6, 2, 3, 5, 10) if low <= tick <= high]
-        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.minorticks_off()
-        panel.grid(axis="x", color="0.88", lw=0.7)
-        panel.set_axisbelow(True)
-    handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False,
-                 title="* no constant was chosen on it; left of 1 is better")  # fmt: skip
-    drawn.savefig(path, dpi=130)
-    plt.close(drawn)
+    marked = lambda at_best, name, row: [(value, "o") for value in ratios(raced[row], name, at_best)]
+    dot_figure(
+        path,
+        {title: partial(marked, at_best) for title, at_best in (("at the end", False), ("at the best moment", True))},
+        {name: (LABELS[name], COLOURS[name]) for name in COLOURS if any(one.of(name) for one in raced.values())},
+        {name: NAMES[name] + ("" if name in CHOSEN else " *") for name in raced},
+        (0.3, 0.5, 0.7, 0.8, 1, 1.3, 1.6, 2, 3, 5, 10),
+        "times the best tuned rival's held-out loss",
+        "* no constant was chosen on it; left of 1 is better",
+    )

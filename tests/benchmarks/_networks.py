@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -111,20 +108,6 @@ def resnet18(width: int, classes: int, norm: Callable[[int], nn.Module] = nn.Bat
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
 
 
-def resnet50(width: int, depths: tuple[int, ...], classes: int) -> nn.Sequential:
-    """ResNet-50 with its stem for large images; `width` is 64 and `depths` are 3, 4, 6, 3 in the original."""
-    norm = nn.BatchNorm2d
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    i = width
-    for k, depth in enumerate(depths):
-        inner = width << k
-        for n in range(depth):
-            stride = 2 if k and not n else 1
-            layers.append(Skip((i, inner, 1, 1), (inner, inner, 3, stride), (inner, 4 * inner, 1, 1), norm=norm))
-            i = 4 * inner
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
-
-
 class ViT(nn.Module):
     """Vision transformer (arXiv:2010.11929): patches, a class token, learned positions, norm first."""
 
@@ -163,16 +146,15 @@ LOSS = nn.CrossEntropyLoss()
 
 @dataclass
 class Workload:
-    """A model in training mode, one batch, and a loss module."""
+    """A model in training mode, and one batch."""
 
     name: str
     model: nn.Module
     x: Tensor
     y: Tensor
-    loss: nn.Module = LOSS
 
     def on(self, device: str) -> Workload:
-        return Workload(self.name, self.model.to(device).train(), self.x.to(device), self.y.to(device), self.loss)
+        return Workload(self.name, self.model.to(device).train(), self.x.to(device), self.y.to(device))
 
     @property
     def samples(self) -> int:
@@ -239,27 +221,6 @@ MATRICES: Workloads = {
 }  # fmt: skip
 
 
-def handed_in(place: str, device: str) -> Workload:
-    """What ``module:function`` returns, ``(model, (x, y), loss)``; the module is looked for where the script runs, too.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    module, _, function = place.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    found = getattr(importlib.import_module(module), function)()
-    try:
-        model, (x, y), loss = found
-        return Workload(place, model, x, y, loss).on(device)
-    except (TypeError, ValueError, AttributeError) as error:
-        expected = "(model, (x, y), loss), x and y tensors whose first axis is that of the samples"
-        raise ValueError(f"--model {place}: expected {expected}, found {found!r:.80}") from error
-
-
 def workloads(options: argparse.Namespace, known: Workloads) -> Iterator[tuple[str, Workload]]:
-    """The models handed in, else those chosen, with their names."""
-    if options.model:
-        yield from ((place, handed_in(place, options.device)) for place in options.model)
-    else:
-        yield from ((name, known[name]().on(options.device)) for name in chosen(options, known))
+    """Those chosen, with their names."""
+    yield from ((name, known[name]().on(options.device)) for name in chosen(options, known))

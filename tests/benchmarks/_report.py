@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import warnings
@@ -19,7 +20,7 @@ import torch
 HERE = Path(__file__).resolve()
 sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]  # tests last: it has folders of the packages' names, too
 DEVICE = os.environ.get("DEVICE", "cpu")
-markdown = lambda head, align, rows: "\n".join(lines_of(head, align, rows))
+NUMBER = re.compile(r"([<>]?\d[\d,.]*(e-?\d+)?( [†%])?|-)( \(.*\))?|wrong.*|no .*|unsupported.*")
 words = lambda setting: ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
 load = lambda path: json.loads(path.read_text()) if path and path.exists() else {}
 
@@ -28,7 +29,7 @@ def options_of(doc: str | None, args: Sequence[str] | None = None, **usual: Any)
     """An option for each: False is a switch, a list has the choices of which some or all are taken, a type stands for a
     value that may be missing (in a list: for several), a tuple for the choices of one word without a name.
 
-    From here on the processor has one thread, unless `threads` says otherwise, and nothing is warned of.
+    From here on the processor has one thread, and nothing is warned of.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in usual.items():
@@ -46,24 +47,27 @@ def options_of(doc: str | None, args: Sequence[str] | None = None, **usual: Any)
             continue
         parser.add_argument(f"--{name.replace('_', '-')}", **kind)
     options = parser.parse_args(args)
-    torch.set_num_threads(getattr(options, "threads", 1))
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     return options
 
 
-def lines_of(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Those of a table; `align` has "l" or "r" for each column, the last for all that follow."""
-    columns = align.ljust(len(head), align[-1])
-    rule = [{"l": "---", "r": "---:"}[side] for side in columns]
-    for row in itertools.chain([head, rule], rows):
-        yield f"| {' | '.join(row)} |"
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, its columns of numbers set to the right."""
+    rows = list(rows)
+    rule = ["---:" if all(map(NUMBER.fullmatch, column)) else "---" for column in zip(*rows, strict=True)]
+    return "\n".join(map(line_of, [head, rule, *rows]))
 
 
-def printed(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> None:
-    """Each row as soon as it is known."""
-    for line in lines_of(head, align, rows):
-        print(line, flush=True)
+def line_of(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def printed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table, each row as soon as it is known."""
+    for cells in itertools.chain([head, ["---"] * len(head)], rows):
+        print(line_of(cells), flush=True)
 
 
 def medians(rows: Mapping[Any, Sequence[Sequence[float]]], *forms: str) -> Iterator[list[str]]:

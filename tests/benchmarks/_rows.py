@@ -8,20 +8,19 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from _report import DEVICE, machine, markdown
+from _report import DEVICE, machine, printed
 from torch import Tensor, nn
 
 from support import memory
 
 PLAIN = "plain"
-OPTIONS = {"rounds": 15, "seconds": 20.0, "threads": 2, "cpu_time": False, "device": DEVICE}
+OPTIONS = {"rounds": 15, "seconds": 20.0, "device": DEVICE}
 Named = dict[str, Tensor]
-clock_of = lambda options: time.process_time if options.cpu_time else time.perf_counter
 
 
 class Unsupported(Exception):
@@ -64,12 +63,12 @@ class Plain(Method):
         return {}
 
 
-Clock = Callable[[], float]
 T = TypeVar("T")
 
 
-def timed(run: Callable[[], T], clock: Clock = time.process_time, device: str = "cpu") -> tuple[T, float]:
-    """What it returns, and its seconds."""
+def timed(run: Callable[[], T], device: str = "cpu") -> tuple[T, float]:
+    """What it returns, and its seconds: of the processor, on which others may work, too; on a GPU those that pass."""
+    clock = time.perf_counter if device.startswith("cuda") else time.process_time
     wait(device)
     start = clock()
     found = run()
@@ -140,7 +139,7 @@ class Row:
             """Results are freed after each run."""
             taken = []
             for _ in range(repeats):
-                taken.append(timed(method.run, clock_of(options), options.device)[1])
+                taken.append(timed(method.run, options.device)[1])
                 method.clear()
             return min(taken)
 
@@ -209,16 +208,17 @@ def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
 
 
 def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Measure the rows, print each, and then the table; `head` names the labels of a row."""
-    lines, rounds = [], []
-    for row in rows:
-        row.measure(options)
-        lines.append(row.cells(columns))
-        rounds.append(len(row.times[PLAIN]))
-        print(" | ".join(lines[-1]), flush=True)
-    head = [*head[:2], f"{PLAIN}, ms", *head[2:], *columns]
-    clock = "processor" if options.cpu_time else "wall"
+    """Measure the rows and print them; `head` names the labels of a row."""
+    rounds = []
+
+    def measured() -> Iterator[list[str]]:
+        for row in rows:
+            row.measure(options)
+            rounds.append(len(row.times[PLAIN]))
+            yield row.cells(columns)
+
+    printed([*head[:2], f"{PLAIN}, ms", *head[2:], *columns], measured())
     print(
-        f"\n{markdown(head, 'llr', lines)}\n\nRatios of {clock} time to the plain batch gradient on "
+        f"\nRatios of times to the plain batch gradient on "
         f"{machine(options.device)}, medians of {min(rounds)} to {max(rounds)} rounds; † fastest.\n"
     )

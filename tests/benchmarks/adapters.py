@@ -1,6 +1,6 @@
 """What frozen parameters cost: a transformer with low-rank adapters, all of it or the adapters alone.
 
-    python tests/benchmarks/adapters.py [--rounds 5]
+    python tests/benchmarks/adapters.py
 
 CPU time of one thread, the least of the rounds, the ways in turn; and the most megabytes in tensors that a call adds to
 what there was. "all": every parameter requires a gradient; "frozen": the adapters alone do; "chosen": every
@@ -22,6 +22,7 @@ import curvature
 import optimizers
 
 LOSS = nn.CrossEntropyLoss()
+ROUNDS = 5
 
 
 class LoRA(nn.Module):
@@ -48,7 +49,7 @@ def adapted() -> tuple[nn.Module, list[str]]:
 
 
 def main() -> None:
-    rounds = options_of(__doc__, rounds=5).rounds
+    options_of(__doc__)
     whole, names = adapted()
     frozen, _ = adapted()
     frozen.requires_grad_(False)
@@ -59,7 +60,7 @@ def main() -> None:
         "", f"all {sizes[0]:,} parameters", f"{sizes[1]:,} in adapters, others frozen",
         "nothing frozen, adapters chosen",
     ]  # fmt: skip
-    printed(head, "l", ([label, *cells(ways, rounds), "-"][:4] for label, ways in rows(whole, frozen, names)))
+    printed(head, ([label, *cells(ways), "-"][:4] for label, ways in rows(whole, frozen, names)))
 
 
 def rows(whole: nn.Module, frozen: nn.Module, names: list[str]) -> Iterator[tuple[str, list[Callable[[], object]]]]:
@@ -81,10 +82,10 @@ def rows(whole: nn.Module, frozen: nn.Module, names: list[str]) -> Iterator[tupl
     yield "forward and backward, to compare", [partial(send_back, model) for model in (whole, frozen)]
 
 
-def cells(ways: Sequence[Callable[[], object]], rounds: int) -> Iterator[str]:
+def cells(ways: Sequence[Callable[[], object]]) -> Iterator[str]:
     for way in ways:
         way()
-    times = in_turns({str(k): lambda way=way: timed(way)[1] for k, way in enumerate(ways)}, range(rounds))
+    times = in_turns({str(k): lambda way=way: timed(way)[1] for k, way in enumerate(ways)}, range(ROUNDS))
     for way, seconds in zip(ways, times.values(), strict=True):
         yield f"{min(seconds):.2f} s, {peak_bytes(way, is_cuda=False) / 1e6:.0f} MB"
 

@@ -26,17 +26,24 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from _networks import mlp as perceptron
+from _problems import fit, mnist
 from _report import options_of, printed
-from _retraining import BATCH, CLASSES, MOMENTUM, RATE, Data, SoftmaxRegression, margins, mlp
-from _retraining import digits as mnist
 from _rows import timed
 from torch import Tensor, nn
 
 import curvature
 
 LOSS = nn.CrossEntropyLoss()
-DECAY = 1e-3  # of the softmax regression
+DECAY = 1e-3  # of the softmax regression, whose images have SIDE
+DIGITS, QUERIES, HALVES, LEFT_OUT, SIDE = 1000, 100, 32, 40, 14
+REPEATS, MODELS = 3, 10  # MLPs of each half, and of all digits
 EPOCHS, MLP_DECAY = 20, 1e-4
+CLASSES = 10
+WIDTHS = (784, 128, 64, CLASSES)
+BATCH, RATE, MOMENTUM = 64, 0.01, 0.9
+MLP_DAMPING = (1 - MOMENTUM) / (RATE * EPOCHS * -(-DIGITS // BATCH)) + MLP_DECAY  # "damping of the training"
+Data = tuple[Tensor, Tensor]
 Scores = Callable[[nn.Module, Data, Data], Tensor]
 in_sample_space = lambda build: lambda *given: build(*given).compact()
 sampled_fisher = lambda *given: curvature.fisher(*given, inject=curvature.sampled())
@@ -44,26 +51,52 @@ ranks = lambda x: x.argsort(-1).argsort(-1).double()
 shown = lambda truth, scores: "{:.2f} ({:.2f})".format(*truth.lds(scores))
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much of everything. `repeats` MLPs are trained for each half; the softmax regression's images have `side`."""
-
-    digits: int
-    queries: int
-    halves: int
-    repeats: int
-    left_out: int
-    models: int
-    side: int
-
-    @property
-    def training_damping(self) -> float:
-        """Of the MLP."""
-        steps = EPOCHS * -(-self.digits // BATCH)
-        return (1 - MOMENTUM) / (RATE * steps) + MLP_DECAY
+def digits(side: int = 28) -> tuple[Data, Data]:
+    """Those to train on, and others to ask about."""
+    images, y = mnist()
+    x = F.adaptive_avg_pool2d(images.view(-1, 28, 28), side).flatten(1)
+    return (x[:DIGITS], y[:DIGITS]), (x[-QUERIES:], y[-QUERIES:])
 
 
-SIZE = Size(digits=1000, queries=100, halves=32, repeats=3, left_out=40, models=10, side=14)
+def margins(outputs: Tensor, y: Tensor) -> Tensor:
+    """log p / (1 - p) of the right class, over the last axis."""
+    right = y.expand(outputs.shape[:-1])[..., None]
+    others = outputs.scatter(-1, right, -torch.inf).logsumexp(-1)
+    return outputs.gather(-1, right)[..., 0] - others
+
+
+class SoftmaxRegression:
+    """The minimum of the mean loss plus decay / 2 |parameters|^2, for all digits or some, in double precision."""
+
+    def __init__(self, data: Data) -> None:
+        self.y = data[1].numpy()
+        self.x = torch.cat([data[0], torch.ones_like(data[0][:, :1])], 1).double().numpy()
+
+    def minimum(self, counted: Tensor) -> Tensor:
+        """(classes, pixels + 1) where the digits have these weights."""
+        from sklearn.linear_model import LogisticRegression
+
+        strength = 1 / (DECAY * float(counted.sum()))
+        found = LogisticRegression(C=strength, fit_intercept=False, tol=1e-9, max_iter=10_000)
+        return torch.from_numpy(found.fit(self.x, self.y, counted.numpy()).coef_)
+
+    def model(self) -> nn.Linear:
+        """Of all digits."""
+        at = self.minimum(torch.ones(len(self.y)))
+        layer = nn.Linear(at.shape[1] - 1, CLASSES).double()
+        layer.weight.data, layer.bias.data = at[:, :-1].contiguous(), at[:, -1].contiguous()
+        return layer
+
+
+def mlp(data: Data, kept: Tensor, seed: int) -> nn.Sequential:
+    """Trained by SGD on the digits that are kept."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = perceptron(*WIDTHS)
+        opt = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM, weight_decay=MLP_DECAY, fused=True)
+        x, y = data[0][kept], data[1][kept]
+        batches = (batch for _ in range(EPOCHS) for batch in torch.randperm(len(x)).split(BATCH))
+        return fit(model, opt, lambda batch: F.cross_entropy(model(x[batch]), y[batch]), batches)
 
 
 def by(build: Callable[..., curvature.Operator], damping: float | None = None) -> Scores:
@@ -132,24 +165,24 @@ class Truth:
         return spearman(sums, self.margin), spearman(sums, -self.loss)
 
 
-def halves(size: Size) -> Tensor:
+def halves() -> Tensor:
     """(halves, N) of 0 and 1."""
-    drawn = torch.rand(size.halves, size.digits, generator=torch.Generator().manual_seed(1))
-    return (ranks(drawn) < size.digits // 2).double()
+    drawn = torch.rand(HALVES, DIGITS, generator=torch.Generator().manual_seed(1))
+    return (ranks(drawn) < DIGITS // 2).double()
 
 
-def softmax_rows(size: Size) -> Iterator[list[str]]:
+def softmax_rows() -> Iterator[list[str]]:
     """Leave-one-out and LDS of the softmax regression."""
-    train, query = mnist(size.digits, size.queries, size.side)
+    train, query = digits(SIDE)
     asked = torch.cat([query[0], torch.ones_like(query[0][:, :1])], 1).double()
-    problem, kept = SoftmaxRegression(train, DECAY), halves(size)
+    problem, kept = SoftmaxRegression(train), halves()
     answers = lambda rows: torch.stack([asked @ problem.minimum(counted).T for counted in rows])
     truth = Truth.of(kept, answers(kept)[:, None], query[1])
-    left_out = torch.randperm(size.digits, generator=torch.Generator().manual_seed(2))[: size.left_out]
-    without = torch.ones(size.left_out, size.digits).double()
-    without[torch.arange(size.left_out), left_out] = 0
+    left_out = torch.randperm(DIGITS, generator=torch.Generator().manual_seed(2))[:LEFT_OUT]
+    without = torch.ones(LEFT_OUT, DIGITS).double()
+    without[torch.arange(LEFT_OUT), left_out] = 0
     losses = lambda found: torch.stack([F.cross_entropy(own, query[1], reduction="none") for own in found], 1)
-    changes = losses(answers(without)) - losses(answers(torch.ones(1, size.digits).double()))
+    changes = losses(answers(without)) - losses(answers(torch.ones(1, DIGITS).double()))
     model, train, query = problem.model(), (train[0].double(), train[1]), (query[0].double(), query[1])
     methods: dict[str, Scores] = {
         "Gauss-Newton, conjugate gradients": by(curvature.gauss_newton, DECAY),
@@ -164,22 +197,22 @@ def softmax_rows(size: Size) -> Iterator[list[str]]:
         yield [name, f"{pooled:.2f} ({ordered:.2f})", shown(truth, scores), f"{spent:.1f}"]
 
 
-def mlp_rows(size: Size) -> Iterator[list[str]]:
+def mlp_rows() -> Iterator[list[str]]:
     """LDS of the MLP."""
-    train, query = mnist(size.digits, size.queries)
-    kept, every = halves(size), torch.arange(size.digits)
+    train, query = digits()
+    kept, every = halves(), torch.arange(DIGITS)
     found = [
-        mlp(train, own.nonzero()[:, 0], 1000 + half * size.repeats + k, EPOCHS, MLP_DECAY)(query[0]).detach()
+        mlp(train, own.nonzero()[:, 0], 1000 + half * REPEATS + k)(query[0]).detach()
         for half, own in enumerate(kept)
-        for k in range(size.repeats)
+        for k in range(REPEATS)
     ]
-    truth = Truth.of(kept, torch.stack(found).view(size.halves, size.repeats, -1, CLASSES), query[1])
-    models = [mlp(train, every, seed, EPOCHS, MLP_DECAY) for seed in range(size.models)]
-    return mlp_scores(size, truth, models, train, query)
+    truth = Truth.of(kept, torch.stack(found).view(HALVES, REPEATS, -1, CLASSES), query[1])
+    models = [mlp(train, every, seed) for seed in range(MODELS)]
+    return mlp_scores(truth, models, train, query)
 
 
-def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Data, query: Data) -> Iterator[list[str]]:
-    own = size.training_damping
+def mlp_scores(truth: Truth, models: Sequence[nn.Module], train: Data, query: Data) -> Iterator[list[str]]:
+    own = MLP_DAMPING
     given = {"0.1 of the mean eigenvalue": None, f"of the training, {own:.2g}": own}
     whole = {
         "empirical Fisher in sample space": curvature.empirical_fisher,
@@ -198,7 +231,7 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
             yield [name, damping, "1", shown(truth, scores), f"{building + spent:.1f}"]
     ways: dict[tuple[str, str, int], Callable[[], Tensor]] = {}
     trak = Trak(curvature.SignProjection(256))
-    for count in sorted({1, 10, size.models}):
+    for count in sorted({1, 10, MODELS}):
         ways["TRAK, SignProjection(256)", "-", count] = lambda count=count: trak(models[:count], train, query)
         if count > 1:
             ways["ekfac", f"of the training, {own:.2g}", count] = lambda count=count: torch.stack(
@@ -215,10 +248,9 @@ def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Dat
 
 def main() -> None:
     options_of(__doc__)
-    print(f"{SIZE}\n")
-    printed(["softmax regression", "leave-one-out", "LDS", "CPU seconds"], "lr", softmax_rows(SIZE))
+    printed(["softmax regression", "leave-one-out", "LDS", "CPU seconds"], softmax_rows())
     print()
-    printed(["MLP", "damping", "models", "LDS", "CPU seconds"], "llr", mlp_rows(SIZE))
+    printed(["MLP", "damping", "models", "LDS", "CPU seconds"], mlp_rows())
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`standing` is the table of where KFAC is ahead, level and behind; `families` is the list of it for the families,
-`families_of_kfac` the table; `race` the same list and picture, `race_tables` the tables; `held_out_lines` how it stands
-on data held out; `gpu_line` and `price_line` are sentences; `rows_of_per_sample` says on which rows of the tables ours
-is the fastest; `headline`, `peers` and `demo_losses` are what README and the demo show; `examples/trainer` is what that
+`standing` is the table of where KFAC is ahead, level and behind; `families_of_kfac` and `race_tables` are what was run;
+`gpu_line` and `price_line` are sentences; `rows_of_per_sample` says on which rows of the tables ours is the fastest;
+`headline`, `peers` and `demo_losses` are what README and the demo show; `examples/trainer` is what that
 script has printed (`make examples`). Where a benchmark has not been run yet, the page says so.
 """
 
@@ -37,7 +36,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REGION = re.compile(
     r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
 )
-NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
 # of the table in coming_from.md, for each peer: what is here as well, the case of silently_wrong.py, and their call
 PEERS = {
     "BackPACK": ("rows, norms, diagonals, factors for any model", 'padding_mode="circular"', "BatchGrad"),
@@ -51,29 +49,6 @@ PEERS = {
 LEVEL = 1.1  # ratios of times up to this count as level ...
 LEVEL_LOSS = 1.05  # ... and of losses
 GROUPS = ("Ahead", "Level", "Behind")
-MORE = {"accuracy", "mean return"}  # metrics of which more is better
-COLUMNS = {  # of tables as the pages have them: units, and which way is better
-    "budget, s": "budget, CPU s",
-    "times as fast": "times as fast ↑",
-    "steps to AdamW's loss, of its own": "steps, of AdamW's ↓",
-    "loss at equal time, of the best rival's, by seed": "loss at equal time, of the best rival's ↓",
-    "at a constant rate": "constant lr ↓",
-    "cosine": "cosine ↓",
-    "linear": "linear ↓",
-    "best moment": "best moments ↓",
-    "s to its loss": "CPU s to its loss ↓",
-    "training loss, ours / its": "training loss ↓, ours / its",
-    "CPU seconds to target (min - max)": "CPU s to target ↓ (min - max)",
-    "seconds to target (min - max)": "s to target ↓ (min - max)",
-    "to best rival": "of the best rival's ↓",
-    "steps": "steps ↓",
-    "ms per step": "ms per step ↓",
-    "test loss": "held-out loss ↓",
-    "accuracy": "held-out accuracy ↑",
-    "right, %": "accuracy, % ↑",
-    "right of the first task, %": "accuracy, first task, % ↑",
-    "right of the second, %": "accuracy, second task, % ↑",
-}
 PICTURES = {
     "generality": (contest.FamilyResult, contest.family_figure),
     "race": (contest.RaceResult, contest.race_figure),
@@ -83,17 +58,9 @@ middle = lambda scores, what: sorted(scores, key=lambda score: getattr(score, wh
 
 
 def markdown(table: Table) -> str:
-    """Columns of numbers are set to the right; why something fails is what the benchmark says, not the page.
-
-    Families have the names of the pages, not those of the benchmark's options.
-    """
+    """Why something fails is what the benchmark says, not the page."""
     short = lambda cell: re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell)
-    rows = [[row[0], *map(short, row[1:])] for row in table.rows]
-    if table.columns[0] == "family":
-        rows = [[contest.NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
-    align = ["r" if all(map(NUMBER.fullmatch, column)) else "l" for column in zip(*rows, strict=True)]
-    columns = [COLUMNS.get(column, column) for column in table.columns]
-    return _report.markdown(columns, "".join(align), rows) + "\n"
+    return _report.markdown(table.columns, [[row[0], *map(short, row[1:])] for row in table.rows]) + "\n"
 
 
 def origin(stored: Stored) -> str:
@@ -161,23 +128,6 @@ def grouped(speeds: Mapping[str, float], level: float = LEVEL) -> dict[str, list
     return {title: [name for name in names if group(speeds[name]) == title] for title in GROUPS}
 
 
-def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
-    titles = {"Level": "**Level**, within a tenth,"}
-    lines = [
-        f"- {titles.get(title, f'**{title}**')} on {len(names)}: {', '.join(map(said, names))}.\n"
-        for title, names in grouped(speeds).items()
-        if names
-    ]
-    return "".join(lines)
-
-
-def families() -> str:
-    """KFAC beside the best rival, by family, in one line each."""
-    scores, speeds, _ = scores_of_kfac()
-    said = lambda name: f"{contest.NAMES[name]} ({speed_of(name, scores, speeds)})"
-    return f"{listed(speeds, said)}- {families_mean()}"
-
-
 def families_mean() -> str:
     scores, speeds, steps = scores_of_kfac()
     every = [score for of_family in scores.values() for score in of_family]
@@ -194,16 +144,7 @@ def speed_of(family: str, scores: Mapping[str, list[Any]], speeds: Mapping[str, 
 
 
 def family_table(ours: str) -> str:
-    """One of ours beside the best rival of each family, with what is measured on data held out."""
-    columns = ["family", "best rival", "times as fast", "steps to AdamW's loss, of its own",
-               "loss at equal time, of the best rival's, by seed", "held out", "ours / its"]  # fmt: skip
-    rows = []
-    for name, result in families_run().items():
-        _, rival, _, speed, steps, loss, metric, of_rival, _ = contest.family_cells(result, result.scores()[ours])
-        way = "↑" if result.metric in MORE else "↓"
-        cells = [rival, speed, steps, loss, f"{result.metric} {way}", f"{metric} / {of_rival}"]
-        rows.append([contest.NAMES[name], *cells])
-    return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('generality'))}"
+    return f"\n{markdown(Table(*contest.family_table(families_run(), ours)))}\n{origin(stored_of('generality'))}"
 
 
 def race_results() -> list[Any]:
@@ -220,32 +161,10 @@ def race_speeds() -> dict[str, float]:
     return speeds
 
 
-def race() -> str:
-    """KFAC beside the best rival in the time to a training loss, and the picture."""
-    speeds = race_speeds()
-    said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
-    return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{origin(stored_of('race'))}"
-
-
 def race_tables() -> str:
-    """A table for each problem of the race, with units and directions."""
+    """A table for each problem of the race."""
     tables = "\n".join(map(contest.race_table, race_results()))
-    cells = lambda match: [cell.strip() for cell in match[0].strip("|").split("|")]
-    named = lambda match: f"| {' | '.join(COLUMNS.get(cell, cell) for cell in cells(match))} |"
-    return f"\n{re.sub(r'^.*contestant.*$', named, tables, flags=re.M)}\n{origin(stored_of('race'))}"
-
-
-def held_out() -> str:
-    """KFAC beside the best tuned rival, in a few lines, and the picture.
-
-    Raises:
-        NotStored: ours have not been run.
-    """
-    lines = held.summary(held.read(runs_of("held_out")))
-    if not lines:
-        raise NotStored("held_out")
-    kept = "".join(f"{line}\n" for line in lines.splitlines() if line.startswith("- KFAC"))
-    return f"{kept}\n![Held-out loss of all, times that of the best tuned rival](held_out.png)\n"
+    return f"\n{tables}\n{origin(stored_of('race'))}"
 
 
 def standing() -> str:
@@ -274,7 +193,7 @@ def standing() -> str:
             *standing_cells(inverted(stopped), shown(stopped), LEVEL_LOSS),
         ],
     ]
-    return f"\n{_report.markdown(['', *map(str.lower, GROUPS)], 'llll', rows)}\n"
+    return f"\n{_report.markdown(['', *map(str.lower, GROUPS)], rows)}\n"
 
 
 def inverted(ratios: Mapping[str, float]) -> dict[str, float]:
@@ -299,15 +218,14 @@ def held_out_ratios() -> tuple[dict[str, float], dict[str, float]]:
 def held_out_line() -> str:
     losses, stopped = held_out_ratios()
     ahead, level, behind = grouped(inverted(losses), LEVEL_LOSS).values()
-    problems, _ = held.parted(held.read(runs_of("held_out")))
-    ((_, below),) = (line.split(": held-out loss ") for line in held.beside_each(problems, "kfac_cosine"))
+    below = held.beside_each(held.parted(held.read(runs_of("held_out")))[0], "kfac_cosine")
     lower = [ratio for ratio in stopped.values() if ratio < 1]  # as in "below AdamW's on"
     near = sum(ratio * LEVEL_LOSS > 1 for ratio in lower)
     return (
         f"On data **held out**, under a cosine and with nothing set, its loss is below that of the best of four tuned "
         f"rivals on {len(ahead)} of {len(losses)} problems, level with it (within 5 %) on {len(level)}, and above it "
         f"on {len(behind)}, most on {', '.join(f'{name} ({losses[name]:.2f} times)' for name in behind[:-4:-1])}. "
-        f"It is {below[:-1]}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on "
+        f"It is {below}. With early stopping it is below AdamW's on {len(lower)} of {len(stopped)} tables, on "
         f"{near} of them by less than 5 %."
     )
 
@@ -460,16 +378,13 @@ def runs_of(name: str) -> dict[str, Any]:
 
 SENTENCES: dict[str, Callable[[], str]] = {
     "demo_losses": demo,
-    "families": families,
     "families_mean": families_mean,
     "families_of_ekfac": partial(family_table, "ekfac"),
     "families_of_kfac": partial(family_table, "kfac"),
     "gpu_line": gpu_line,
     "headline": headline,
-    "held_out_lines": held_out,
     "peers": peers,
     "price_line": price_line,
-    "race": race,
     "race_tables": race_tables,
     "standing": standing,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},

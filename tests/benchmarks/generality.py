@@ -3,15 +3,14 @@
     pip install -e ".[bench]"                                            (or `make generality`)
     python tests/benchmarks/generality.py --problem vit lstm --seeds 1  # two families, one seed
     python tests/benchmarks/generality.py --tune                         # tune all rivals anew: half an hour
-    python tests/benchmarks/generality.py --only sgd adamw muon soap --json out/rivals.json  # rivals alone
-    python tests/benchmarks/generality.py --only kfac --rivals out/rivals.json            # ours alone
+    python tests/benchmarks/generality.py --only kfac --json FILE        # ours anew, beside the rivals of a file
 
 Rivals keep one learning rate, have no weight decay, and are tuned with seed 0 for the lowest training loss at the end
 of the family's budget of CPU seconds, over half decades of the learning rate that go on while the best lies at their
 end. `generality_tuned.json` has the grids. A race gives as many seconds as the steps of SGD take that the budget held
 then, so a slower machine runs longer. One thread; only zero_grad, forward, backward and step are on the clock.
-All contestants of a seed share the process and take turns. With `--rivals`, ours are raced against runs of another
-time, and their seconds brought to the pace that the machine had then, by steps of SGD taken in between.
+All contestants of a seed share the process and take turns. Where ours are raced against runs of another time, their
+seconds are brought to the pace that the machine had then, by steps of SGD taken in between.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, contest, take_turns, tune
-from _contest_report import FamilyResult, Targets, crossing, family_figure, family_table, level, line
+from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, chosen, contest, kept, said, take_turns, tune
+from _contest_report import FamilyResult, Targets, crossing, family_tables, level
 from _generality_families import FAMILIES
 from _problems import Problem
 from _race_rivals import ENTRIES, Entry, Setting
@@ -110,34 +109,29 @@ def race(
     return [run.record(pace()) for run in runs]
 
 
-def raced(options: argparse.Namespace, family: Problem, contestants: Mapping[Entry, Setting]) -> FamilyResult:
-    """
-    Raises:
-        SystemExit: the file of the rivals has no runs of this family and seed.
-    """
-    earlier = load(options.rivals).get(family.name)
-    budget = earlier["budget"] if earlier else budget_here(options, family)
-    result = FamilyResult(family.title, machine("cpu"), [], family.objective, family.metric, budget)
+def raced(
+    options: argparse.Namespace, family: Problem, contestants: Mapping[Entry, Setting], before: FamilyResult | None
+) -> FamilyResult:
+    """All anew; ours alone, beside the rivals that were raced before."""
+    if any(entry.lrs for entry in contestants):
+        before = None
+    budget = before.budget if before else budget_here(options, family)
+    records = kept(before, contestants)
     for seed in range(options.seeds):
-        rivals = FamilyResult.read(earlier).of(seed, ours=False) if earlier else []
-        if options.rivals and not rivals:
-            raise SystemExit(f"{options.rivals} has no runs of rivals on {family.name} with seed {seed}")
-        result.records.extend([*rivals, *race(family, contestants, seed, budget, rivals)])
-        for scores in result.scores().values():
-            print(line(family.name, scores[-1]), flush=True)
-    return result
+        rivals = before.of(seed, ours=False) if before else []
+        for record in race(family, contestants, seed, budget, rivals):
+            last = record.last
+            said(family.name, record.name, f"seed {seed}", record.end, last.loss, last.step, last.seconds)
+            records.append(record)
+    return FamilyResult(family.title, machine("cpu"), records, family.objective, family.metric, budget)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    options = options_of(
-        __doc__, args, problem=list(FAMILIES), only=CONTESTANTS, rivals=Path, tuned=TUNED, **OPTIONS
-    )  # fmt: skip
+    options = options_of(__doc__, args, problem=list(FAMILIES), only=CONTESTANTS, tuned=TUNED, **OPTIONS)
     on_family = lambda family, entry: grid(family, entry, options.scale * family.budget)
-    results = contest(options, FAMILIES, FamilyResult, on_family, partial(raced, options))
-    if any(result.scores() for result in results.values()):
-        print(f"\n{family_table(results)}")
-        if options.figure:
-            family_figure(results, options.figure)
+    results = contest(options, FAMILIES, FamilyResult, chosen(options), on_family, partial(raced, options))
+    if results:
+        print(family_tables(results))
 
 
 if __name__ == "__main__":

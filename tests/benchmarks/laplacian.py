@@ -1,10 +1,9 @@
 """Value, gradient and Laplacian of an MLP: `curvature.laplacian` against nested gradients and torch.func.
 
-    python tests/benchmarks/laplacian.py [--rounds 41] [--cpu-time]
+    python tests/benchmarks/laplacian.py
 
 Each way is first checked against the others. "forward" gives the three results, "loss" is forward and backward of the
-mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of
-wall time, or of processor time where others share the machine.
+mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from _networks import mlp
 from _report import options_of, printed
-from _rows import Clock, clock_of, in_turns, timed
+from _rows import in_turns, timed
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
@@ -24,6 +23,7 @@ import curvature
 
 Result = tuple[Tensor, Tensor, Tensor]
 Way = Callable[[nn.Module, Tensor], Result]
+ROUNDS = 11
 CASES = "2-64-64-1", "10-64-64-1", "2-256-256-256-1"
 
 
@@ -81,36 +81,33 @@ def made(case: str, activation: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     return mlp(*widths, activation=activation).double(), torch.rand(900, widths[0]).double()
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int, clock: Clock) -> dict[str, float]:
+def medians(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Milliseconds."""
-    ways = {name: lambda run=run: timed(run, clock)[1] for name, run in runs.items()}
+    ways = {name: lambda run=run: timed(run)[1] for name, run in runs.items()}
     in_turns(ways, range(2))
-    return {name: 1000 * statistics.median(found) for name, found in in_turns(ways, range(rounds)).items()}
+    return {name: 1000 * statistics.median(found) for name, found in in_turns(ways, range(ROUNDS)).items()}
 
 
-def rows(case: str, activation: type[nn.Module], rounds: int, clock: Clock) -> Iterator[list[str]]:
+def rows(case: str, activation: type[nn.Module]) -> Iterator[list[str]]:
     """Of the table, checked first."""
     model, x = made(case, activation)
     expected = (*nested(model, x), *loss(nested, model, x))
     for way in WAYS.values():
         for a, b in zip((*way(model, x), *loss(way, model, x)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    plain = medians({"": lambda: model(x)}, rounds, clock)[""]
+    plain = medians({"": lambda: model(x)})[""]
     forward = {name: lambda way=way: way(model, x) for name, way in WAYS.items()}
     both = {name: lambda way=way: loss(way, model, x) for name, way in WAYS.items()}
     for what, runs in (("forward", forward), ("loss", both)):
-        found = medians(runs, rounds, clock)
+        found = medians(runs)
         cells = [f"{ms:.2f}{' †' if ms == min(found.values()) else ''}" for ms in found.values()]
         yield [f"{case}, {activation.__name__}", what, f"{plain:.2f}", *cells]
 
 
 def main() -> None:
-    options = options_of(__doc__, rounds=41, cpu_time=False)
-    found = (
-        rows(case, kind, options.rounds, clock_of(options))
-        for case, kind in itertools.product(CASES, (nn.Tanh, nn.SiLU))
-    )
-    printed(["model", "what", "the model alone, ms", *WAYS], "llr", itertools.chain.from_iterable(found))
+    options_of(__doc__)
+    found = (rows(case, kind) for case, kind in itertools.product(CASES, (nn.Tanh, nn.SiLU)))
+    printed(["model", "what", "the model alone, ms", *WAYS], itertools.chain.from_iterable(found))
 
 
 if __name__ == "__main__":

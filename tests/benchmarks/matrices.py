@@ -2,9 +2,8 @@
 
     pip install -e ".[bench]"                                                     (or `make bench`)
     pip install --no-deps backpack-for-pytorch curvlinops-for-pytorch nngeometry
-    python tests/benchmarks/matrices.py                                           # all rows, two threads
-    python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time
-    python tests/benchmarks/matrices.py --model mine:mixer --only kfac            # your own, as in `per_sample.py`
+    python tests/benchmarks/matrices.py                                           # all rows
+    python tests/benchmarks/matrices.py --only mlp kfac --seconds 10
 
 All of mean cross-entropy over one batch. Every method is checked first (`_matrix_peers.py`); what is wrong or
 unsupported is named and not timed. Diagonals and factors from sampled labels are checked by their mean over many draws,
@@ -14,9 +13,6 @@ the table shows medians of ratios to the plain batch gradient.
 A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1, 10 and 32
 columns, it is the product alone: operators are made beforehand, without checks of the peer that can be turned off,
 and a first product, where ours tests the Hessian for symmetry, has gone before. Ours are made inside `curvature.kept`.
-
-The loss of a model that is handed in must be ``nn.CrossEntropyLoss()``, for which alone there are references; the exact
-diagonal and factors of a model with several terms for each sample have none and are left out.
 """
 
 from __future__ import annotations
@@ -113,16 +109,13 @@ QUANTITIES = {
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     for model, workload in workloads(options, MATRICES):
-        if repr(workload.loss) != repr(LOSS):
-            raise ValueError(f"--model {model}: expected {LOSS} as its loss, found {workload.loss}")
         for name in chosen(options, QUANTITIES):
-            one_term = model in options.model and workload.y.ndim == 1
-            if one_term or model in QUANTITIES[name].models or QUANTITIES[name].counts:
+            if model in QUANTITIES[name].models:
                 yield from QUANTITIES[name].rows(workload)
 
 
 def main() -> None:
-    options = options_of(__doc__, only=[*MATRICES, *QUANTITIES], model=[str], **OPTIONS)
+    options = options_of(__doc__, only=[*MATRICES, *QUANTITIES], **OPTIONS)
     report(["model", "quantity"], COLUMNS, rows(options), options)
 
 

@@ -1,19 +1,13 @@
 """Per-sample gradients, norms and clipped sums against torch.func, Opacus, BackPACK and expanded weights.
 
     pip install -e ".[bench]" && pip install --no-deps backpack-for-pytorch       (or `make bench`)
-    python tests/benchmarks/per_sample.py                                         # all rows, two threads
-    python tests/benchmarks/per_sample.py --only gpt norms --seconds 10 --threads 1
-    python tests/benchmarks/per_sample.py --model mine:unet mine:mixer --only norms --threads 1 --cpu-time
+    python tests/benchmarks/per_sample.py                                         # all rows
+    python tests/benchmarks/per_sample.py --only gpt norms --seconds 10
 
 Every method is checked against a loop of batch size one first; what is wrong or unsupported is named and not timed. All
 run in one process, in turn: in each round every method is timed once in an order that rotates, and the table shows the
 median over rounds of its ratio to the plain batch gradient (forward and backward filling `.grad`) of the same round.
-Building the results is part of the time, freeing them is not. A dagger marks the fastest. On a machine shared with
-other work, `--threads 1 --cpu-time` counts processor time instead, which waiting for the processor does not lengthen.
-
-``--model mine:unet`` measures a model of your own: the function ``unet`` of a file ``mine.py`` in the working folder,
-or of an installed module. It takes no arguments and returns ``(model, (x, y), loss)``: a module, one batch of two
-tensors whose first axis is that of the samples, and a torch loss module.
+Building the results is part of the time, freeing them is not. A dagger marks the fastest.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from _networks import PER_SAMPLE, Workload, workloads
+from _networks import LOSS, PER_SAMPLE, Workload, workloads
 from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, Kinds, one_by_one, reference_clipped
 from _peers import norms as norms_of
 from _report import options_of
@@ -50,7 +44,7 @@ def memory(quantity: str, workload: Workload) -> str:
 
 
 def row(quantity: str, workload: Workload, reference: Gradients) -> Row:
-    setting = workload.model, workload.loss, workload.x, workload.y
+    setting = workload.model, LOSS, workload.x, workload.y
     makers = {name: partial(kind, *setting) for name, kind in QUANTITIES[quantity].items()}
     labels = [workload.name, quantity, memory(quantity, workload)]
     return Row(labels, partial(Plain, *setting), makers, lambda method: error_of(quantity, method, reference))
@@ -58,14 +52,14 @@ def row(quantity: str, workload: Workload, reference: Gradients) -> Row:
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     for _, workload in workloads(options, PER_SAMPLE):
-        reference = one_by_one(workload.model, workload.loss, workload.x, workload.y)
+        reference = one_by_one(workload.model, LOSS, workload.x, workload.y)
         pending = [row(quantity, workload, reference) for quantity in chosen(options, QUANTITIES)]
         del reference
         yield from pending
 
 
 def main() -> None:
-    options = options_of(__doc__, only=[*PER_SAMPLE, *QUANTITIES], model=[str], **OPTIONS)
+    options = options_of(__doc__, only=[*PER_SAMPLE, *QUANTITIES], **OPTIONS)
     report(["model", "per-sample", "results"], list(NORMS), rows(options), options)
 
 

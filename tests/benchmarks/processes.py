@@ -1,6 +1,6 @@
 """Training on two processes beside one: the CNN of the race, each process on one core, gloo.
 
-    python tests/benchmarks/processes.py --steps 200 --rounds 5
+    python tests/benchmarks/processes.py
 
 Samples per second with DistributedDataParallel on two processes over those of one process without it, rounds in turn;
 printed are the medians of the ratios. "the same batch each": every process has 128 images; "the batch in two": 64 each.
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optimizers import EKFAC, KFAC
 from support.distributed.processes import on_processes
 
-WARM = 120
+WARM, STEPS, ROUNDS = 120, 200, 3
 MAKES: dict[str, Any] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "KFAC": KFAC,
@@ -34,7 +34,7 @@ MAKES: dict[str, Any] = {
 }
 
 
-def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
+def rate(rank: int, size: int, name: str, batch: int) -> float:
     """Samples per second of all processes together; each has a core of its own."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if cores:
@@ -45,7 +45,7 @@ def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
     used = DistributedDataParallel(model) if size > 1 else model
     opt = MAKES[name](model)
     start = 0.0
-    for step, (x, y) in enumerate(itertools.islice(problem.batches(rank), WARM + steps)):
+    for step, (x, y) in enumerate(itertools.islice(problem.batches(rank), WARM + STEPS)):
         if step == WARM:
             dist.barrier()
             start = time.perf_counter()
@@ -55,23 +55,23 @@ def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
     seconds = time.perf_counter() - start
     del used
     gc.collect()  # DistributedDataParallel is in a cycle: if it outlives the group, its threads abort the process
-    return size * batch * steps / seconds
+    return size * batch * STEPS / seconds
 
 
-def measured(size: int, name: str, batch: int, steps: int) -> float:
-    run = partial(rate, name=name, batch=batch, steps=steps)
+def measured(size: int, name: str, batch: int) -> float:
+    run = partial(rate, name=name, batch=batch)
     return on_processes(size, {"rate": run}, seconds=600.0)[0]["rate"]
 
 
 def main() -> None:
-    options = options_of(__doc__, steps=200, rounds=5)
+    options_of(__doc__)
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in MAKES}
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         for name, found in rows.items():
-            one = measured(1, name, 128, options.steps)
-            found.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
+            one = measured(1, name, 128)
+            found.append((one, *(measured(2, name, batch) / one for batch in (128, 64))))
     head = ["optimizer", "one process, images/s", "the same batch each", "the batch in two"]
-    printed(head, "l", medians(rows, ".0f", ".2f", ".2f"))
+    printed(head, medians(rows, ".0f", ".2f", ".2f"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Projected per-sample gradients against building the gradients and multiplying them by the map.
 
-    python tests/benchmarks/projections.py [--only gpt kronecker] [--threads 1] [--cpu-time]
+    python tests/benchmarks/projections.py [--only gpt kronecker]
 
 "gradients, then map" applies the same projection to the rows of `per_sample_gradients`; "gradients @ map" multiplies
 them by a matrix that was drawn before and is kept whole. Each is checked against gradients of samples that ran alone,
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from _networks import LOSS, PER_SAMPLE, Workload
+from _networks import LOSS, PER_SAMPLE, Workload, workloads
 from _peers import one_by_one
 from _report import options_of
 from _rows import OPTIONS, PLAIN, Method, Named, Plain, Row, chosen, peak_bytes, report, worst_error
@@ -99,17 +99,15 @@ def row(kind: str, workload: Workload, rows: Named) -> Row:
     return Measured([workload.name, kind, f"{columns:,}"], partial(Plain, *setting), makers, error)
 
 
-def rows(models: Sequence[str], kinds: Sequence[str], device: str) -> Iterator[Row]:
-    for model in models:
-        workload = PER_SAMPLE[model]().on(device)
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for _, workload in workloads(options, PER_SAMPLE):
         reference = one_by_one(workload.model, LOSS, workload.x, workload.y)
-        yield from [row(kind, workload, reference) for kind in kinds]
+        yield from [row(kind, workload, reference) for kind in chosen(options, PROJECTIONS)]
 
 
 def main() -> None:
     options = options_of(__doc__, only=[*PER_SAMPLE, *PROJECTIONS], **OPTIONS)
-    wanted = rows(chosen(options, PER_SAMPLE), chosen(options, PROJECTIONS), options.device)
-    report(["model", "projection", "columns", "plain, MB"], [*METHODS, WHOLE], wanted, options)
+    report(["model", "projection", "columns", "plain, MB"], [*METHODS, WHOLE], rows(options), options)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, contest, said, take_turns, tune
-from _contest_report import RaceResult, race_figure, race_table
+from _contest import LEAD, OPTIONS, Attempt, Record, Run, Trial, chosen, contest, said, take_turns, tune
+from _contest_report import RaceResult, race_table
 from _problems import PROBLEMS, Problem
 from _race_rivals import ENTRIES, OURS, Entry, Setting
 from _report import DEVICE, machine, markdown, options_of
@@ -59,7 +60,8 @@ def race(problem: Problem, contestants: Mapping[Entry, Setting], seed: int, cap:
     return [run.record() for run in runs]
 
 
-def raced(options: argparse.Namespace, problem: Problem, contestants: Mapping[Entry, Setting]) -> RaceResult:
+def raced(options: argparse.Namespace, problem: Problem, contestants: Mapping[Entry, Setting], _: Any) -> RaceResult:
+    """All anew, as they share a process."""
     records = []
     for seed in range(options.seeds):
         for record in race(problem, contestants, seed, options.scale * problem.budget):
@@ -91,7 +93,7 @@ def batch_table(options: argparse.Namespace) -> str:
         rows.append([name, str(size), *cells])
         print(*rows[-1], flush=True)
     seeds = "one seed" if options.seeds == 1 else f"median of {options.seeds} seeds"
-    return markdown(head, "lr", rows) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
+    return markdown(head, rows) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -102,11 +104,8 @@ def main(args: Sequence[str] | None = None) -> None:
         return print(batch_table(options))
     problems = {name: partial(make, options.device) for name, make in PROBLEMS.items()}
     grid = lambda problem, entry: tune(entry, entry.lrs, trial_of(problem, entry, options.scale * problem.budget))
-    results = contest(options, problems, RaceResult, grid, partial(raced, options))
-    print("\n" + "\n".join(map(race_table, results.values())))
-    if options.figure and results:
-        race_figure(results, options.figure)
-    return None
+    results = contest(options, problems, RaceResult, chosen(options), grid, partial(raced, options))
+    return print("\n" + "\n".join(map(race_table, results.values())))
 
 
 if __name__ == "__main__":

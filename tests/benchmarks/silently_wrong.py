@@ -212,7 +212,7 @@ def summary(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     refused = sum(row["ours"] is None for row in rows)
     lines.append(["ours", "the same", *map(str, [len(rows), right, refused, 0, len(rows) - right - refused])])
     head = ["", "calls", "calls on cases", "right", "raises", "wrong, with a warning", "silently wrong"]
-    return markdown(head, "l", lines)
+    return markdown(head, lines)
 
 
 def details(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
@@ -230,7 +230,7 @@ def details(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
             lines.append([title, did, theirs, cell(ours), "; ".join(notes(calls))])
         if not found:
             lines.append([title, f"none found in the {len({row['case'] for row in own})} cases tried", "", "", ""])
-    return markdown(["", "what the user did", "theirs, off by", "ours", "notes"], "l", lines)
+    return markdown(["", "what the user did", "theirs, off by", "ours", "notes"], lines)
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _contest import Run
+from _contest_report import NAMES
 from _generality_families import FAMILIES
 from _networks import GPT, LSTM, normalised
 from _problems import deep, token_loss
@@ -156,22 +157,22 @@ def prices(name: str, steps: int) -> list[str]:
     seconds = Counter[str]()
     for own in ours.optimizers:
         seconds.update(own.monitor.seconds)
-    return [name, *cells, *(f"{seconds[part] / steps / unit:.2f}" for part in PARTS)]
+    return [NAMES[name], *cells, *(f"{seconds[part] / steps / unit:.2f}" for part in PARTS)]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, args, only=list(CASES | FAMILIES), steps=100, families=False)
     if options.families:
         head = ["family", "SGD, ms", "mean", *(f"first {count}" for count in FIRST), *KINDS, *PARTS]
-        return printed(head, "lr", (prices(name, options.steps) for name in FAMILIES if name in options.only))
+        return printed(head, (prices(name, options.steps) for name in FAMILIES if name in options.only))
     simdev = simulated_device()
     head = ["model", "optimizer", *(f"{kind}: {what}" for kind in SHOWN for what in ("launches", "passes", "waits"))]
     pairs = itertools.product([name for name in CASES if name in options.only], OPTIMIZERS)
-    printed([*head, "waits of a mean step"], "llr", (overhead(*pair, options.steps, simdev) for pair in pairs))
+    printed([*head, "waits of a mean step"], (overhead(*pair, options.steps, simdev) for pair in pairs))
     if simdev:
         print()
         rows = ([title, loop, f"{waits(make, own, loop, simdev):.1f}"] for title, make, own, loop in LOOPS)
-        printed(["optimizer", "loop", "waits of a mean step"], "llr", rows)
+        printed(["optimizer", "loop", "waits of a mean step"], rows)
     return None
 
 

@@ -61,7 +61,7 @@ def main() -> None:
         return [label, *(_error(K, exact[name], flat, damping) for damping in DAMPINGS), size]
 
     head = ["", *(f"damping {damping:g}" for damping in DAMPINGS), "file"]
-    printed(head, "l", (row(label, *given) for label, given in kept.items()))
+    printed(head, (row(label, *given) for label, given in kept.items()))
 
 
 def _error(K: Operator, exact: Operator, v: Tensor, damping: float) -> str:

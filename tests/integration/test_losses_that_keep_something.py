@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,38 +31,13 @@ def appends_to_a_list() -> Loss:
     return loss
 
 
-def rebinds_a_number() -> Loss:
-    average = 0.5
-
-    def loss(o: Tensor, y: Tensor) -> Tensor:
-        nonlocal average
-        value = F.cross_entropy(o, y)
-        value, average = value / average, 0.9 * average + 0.1 * float(value.detach())
-        return value
-
-    return loss
-
-
-def moves_a_tensor_in_place() -> Loss:
-    centre = torch.zeros(3)
-
-    def loss(o: Tensor, y: Tensor) -> Tensor:
-        value = F.cross_entropy(2 * (o - centre.clone()), y)
-        centre.mul_(0.9).add_(0.1 * o.detach().mean(0))
-        return value
-
-    return loss
-
-
 class Trainer:
     def __init__(self) -> None:
         self.calls = 0
 
-    def loss(self, o: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, o: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
         return F.cross_entropy(o, y) / self.calls
-
-    __call__ = loss
 
 
 class Centred(nn.Module):
@@ -79,11 +53,7 @@ class Centred(nn.Module):
         return loss
 
 
-KEEPING: list[Callable[[], Loss]] = [
-    appends_to_a_list, rebinds_a_number, moves_a_tensor_in_place, Trainer, lambda: Trainer().loss, Centred,
-    lambda: torch.compile(appends_to_a_list(), backend="eager"),
-    lambda: partial(lambda scale, loss, o, y: scale * loss(o, y), 2.0, Trainer()),
-]  # fmt: skip
+KEEPING: list[Callable[[], Loss]] = [appends_to_a_list, Trainer, Centred]
 OF_CHANCE: list[Callable[[], Loss]] = [
     lambda: lambda o, y: F.cross_entropy(o + 0.1 * torch.randn_like(o), y),
     lambda: lambda o, y: (F.cross_entropy(o, y, reduction="none") * torch.rand(len(o))).mean(),

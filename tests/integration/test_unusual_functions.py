@@ -23,7 +23,6 @@ from support.odd.functions import (
     SineByNumpy,
     SineInGivenMemory,
     SineOfContext,
-    SineWithDetachedGradient,
     StraightThrough,
 )
 from support.oracles.brute_force import Matrices, of_the_batch
@@ -34,7 +33,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
 
 
-UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory, SineWithDetachedGradient]
+UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory]
 
 
 def products_are_right(

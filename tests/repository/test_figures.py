@@ -51,7 +51,15 @@ def test_a_figure_that_was_typed_is_replaced(monkeypatch):
     assert figures.rendered(text) == text
 
 
-@pytest.mark.parametrize("name", ["race", "influence", "families"])
+@pytest.mark.parametrize("name", figures.PICTURES)
+def test_pictures_are_drawn(name, tmp_path):
+    kind, draw = figures.PICTURES[name]
+    title, *_ = stored = figures.runs_of(name)
+    draw({title: kind.read(stored[title])}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["race_tables", "influence", "standing"])
 def test_a_page_says_which_results_are_missing(monkeypatch, tmp_path, name):
     for module in (bench_all, figures):
         monkeypatch.setattr(module, "RESULTS", tmp_path)

@@ -12,61 +12,42 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = "tests"
-
-
-class Timed(NamedTuple):
-    """What a phase of a test took, in seconds."""
-
-    nodeid: str
-    duration: float
 
 
 def folder_of(nodeid: str) -> str:
     """The folder of a test below tests/, two levels at most; "tests" of a file that lies there itself."""
-    folders = Path(nodeid.partition("::")[0]).parent.parts[1:3]
-    return "/".join(folders) or TESTS
-
-
-def sum_by_folder(phases: Iterable[Timed]) -> dict[str, dict[str, float]]:
-    """Cases and seconds of each folder, the longest first."""
-    cases: dict[str, set[str]] = defaultdict(set)
-    seconds: dict[str, float] = defaultdict(float)
-    for nodeid, duration in phases:
-        folder = folder_of(nodeid)
-        cases[folder].add(nodeid)
-        seconds[folder] += duration
-    order = sorted(seconds, key=lambda folder: -seconds[folder])
-    return {folder: {"cases": len(cases[folder]), "seconds": round(seconds[folder], 1)} for folder in order}
+    return "/".join(Path(nodeid.partition("::")[0]).parent.parts[1:3]) or "tests"
 
 
 class Durations:
-    """Collects reports, in the process that prints them, and writes their sums at the end."""
+    """Collects reports, in the process that prints them, and writes their sums at the end, the longest first."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self.phases: list[Timed] = []
+        self.cases: dict[str, set[str]] = defaultdict(set)
+        self.seconds: dict[str, float] = defaultdict(float)
         self.start = time.perf_counter()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.phases.append(Timed(report.nodeid, report.duration))
+        folder = folder_of(report.nodeid)
+        self.cases[folder].add(report.nodeid)
+        self.seconds[folder] += report.duration
 
     def pytest_terminal_summary(self) -> None:
-        folders = sum_by_folder(self.phases)
         commit = ["git", "log", "-1", "--format=%h"]
+        order = sorted(self.seconds.items(), key=lambda item: -item[1])
         entry = {
             "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
             "machine": f"{platform.machine()}, torch {torch.__version__}, Python {sys.version.split()[0]}",
             "wall_seconds": round(time.perf_counter() - self.start, 1),
-            "cases": sum(folder["cases"] for folder in folders.values()),
-            "folders": folders,
+            "cases": sum(map(len, self.cases.values())),
+            "folders": {f: {"cases": len(self.cases[f]), "seconds": round(seconds, 1)} for f, seconds in order},
         }
         stored = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
         self.path.write_text(json.dumps(stored | {self.name: entry}, indent=1) + "\n", "utf-8")
