@@ -152,11 +152,7 @@ def seed_of(generator: torch.Generator | None) -> int:
 
 
 def collect(
-    passes: Passes,
-    inject: Injection,
-    seed: int,
-    accumulator: Accumulator,
-    chunks: Chunks = RecordedBatch.chunks,
+    passes: Passes, inject: Injection, seed: int, accumulator: Accumulator, chunks: Chunks = RecordedBatch.chunks
 ) -> Any:
     """The operator of an accumulator, after one pass over the data: see `add_up`."""
     return accumulator.result(add_up(passes, inject, seed, accumulator, chunks))

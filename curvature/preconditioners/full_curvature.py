@@ -90,15 +90,6 @@ class FullBlock(Block):
         solution = self.solve_named(named, self.damping)
         return [solution[name].to(g.dtype) for name, g in given.items()]
 
-    def decompose(self, damping: Damping) -> None:
-        """Prepare `solve` with the damped curvature; if that fails, it raises before anything has changed."""
-        self.damping = damping
-
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
-        for block in blocks:
-            block.decompose(block.own_damping(share) if damping is None else damping)
-
     def own_damping(self, share: float) -> Tensor:
         """A share of the mean eigenvalue that is not zero; without curvature 1, along the gradient."""
         damping = share * self.trace / self.rank
@@ -333,10 +324,12 @@ class ConjugateGradientBlock(FullBlock):
     def absorb(self, new: Jacobian) -> None:
         self.jacobian = new.merged()
 
-    def decompose(self, damping: Damping) -> None:
-        number = float(damping)
-        invert(self.factors.blocks, 0.0, number)
-        self.damping = number
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
+        for block in blocks:
+            number = float(block.own_damping(share) if damping is None else damping)
+            invert(block.factors.blocks, 0.0, number)
+            block.damping = number
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         jacobian, count = self.jacobian, self.count

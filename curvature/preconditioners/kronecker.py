@@ -21,7 +21,6 @@ from torch import Tensor
 
 from curvature import kronecker
 from curvature.linalg import ByDevice, eigenvalue_rounding
-from curvature.operators import Space
 from curvature.preconditioners.block import Block, Due, MeanFacts, debiased_weight, group
 from curvature.recording import warn_once
 from curvature.structures import EigenStructure, KroneckerStructure, averaged_sparsity, factors_of, shrinkage
@@ -53,7 +52,7 @@ class KroneckerBlock(Block):
 
     def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names)
-        self.scheme = scheme
+        self.scheme, self.dtype = scheme, scheme.dtype
         self.shapes = dict(zip(names, scheme.arrangement.shapes, strict=True))
         self.row_side: kronecker.Side | None = None  # of the running average
         self.column_side: kronecker.Side | None = None
@@ -68,6 +67,7 @@ class KroneckerBlock(Block):
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         self.scheme = kronecker.Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
+        self.dtype = self.scheme.dtype
         self.shapes = dict(zip(self.names, map(tuple, self.scheme.arrangement.shapes), strict=True))
         rows: Any = self.row_side
         columns: Any = self.column_side
@@ -97,10 +97,6 @@ class KroneckerBlock(Block):
 
     def empty(self, device: torch.device) -> KroneckerStructure:
         return KroneckerStructure(self.space(device), self.scheme)
-
-    def space(self, device: torch.device) -> Space:
-        """Of the parameters, on a device."""
-        return Space(self.names, self.scheme.arrangement.shapes, self.scheme.dtype, device)
 
     def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, Any]]:
         fit = all(self.scheme.reading(term) is not None for term in terms[self.names[0]])
