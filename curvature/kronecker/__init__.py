@@ -16,13 +16,7 @@ from curvature.kronecker.applied import (
 )
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, by_length, count_rows, subsample_samples
-from curvature.kronecker.inverses import (
-    Pair,
-    eigen_inverses,
-    eigenbases,
-    factored_inverses,
-    invert_kronecker_sums,
-)
+from curvature.kronecker.inverses import Pair, eigen_inverses, eigenbases, factored_inverses, invert_kronecker_sums
 from curvature.kronecker.sides import (
     DenseSide,
     DiagonalSide,

@@ -229,8 +229,7 @@ def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> lis
 def _damp_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
     """One damped product of the sum in `invert_kronecker_sums`."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
-    shifts = damping**0.5 / ratio, damping**0.5 * ratio
-    return _shift(rows, shifts[0]), _shift(columns, shifts[1])
+    return _shift(rows, damping**0.5 / ratio), _shift(columns, damping**0.5 * ratio)
 
 
 def _shift(side: Tensor, shift: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The public builders: Fisher, Gauss-Newton, Hessian, K-FAC.
 
 In: a model, a loss and data. Out: an operator (`curvature.operators`). A builder goes over the data (`passes`), sends
-an injection's vectors back from the output of every batch, and adds up the terms that result (`accumulators`), in one
-structure for each layer (`block_structure`). Matrix-free operators go over the data at every product (`products`).
+an injection's vectors back from the output of every batch, and adds up the terms that result, in one structure for each
+layer (`blocks`). Matrix-free operators go over the data at every product (`products`).
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
@@ -15,11 +15,12 @@ from curvature.matrices.builders import (
     gauss_newton,
     hessian,
     kfac,
+    per_sample_fisher_diagonals,
+    per_sample_hessian_diagonals,
 )
 from curvature.matrices.jacobians import per_sample_jacobians
 from curvature.matrices.matrix_free import kept
 from curvature.matrices.passes import DataSource, RecordedBatch
-from curvature.matrices.per_sample_diagonals import per_sample_fisher_diagonals, per_sample_hessian_diagonals
 
 __all__ = [
     "DataSource", "RecordedBatch", "ekfac", "empirical_fisher", "fisher",

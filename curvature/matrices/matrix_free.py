@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.losses import TORCH_LOSSES, Injection, resolve
-from curvature.matrices.block_structure import collect
+from curvature.matrices.blocks import collect
 from curvature.matrices.passes import NotFewRows, RecordedBatch
 from curvature.matrices.products import Repeated, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import diagonal_chunks

@@ -1,7 +1,7 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
 ``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` differentiates a backward pass, or takes one in forward mode
-(`linearised`). Where torch loses a part of it, it comes by rows. A Hessian's product differentiates the gradient
+(`jacobians`). Where torch loses a part of it, it comes by rows. A Hessian's product differentiates the gradient
 (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
@@ -21,8 +21,7 @@ from curvature.functional import TwiceDifferentiable, graph_nodes, require_secon
 from curvature.gradients import UNSTEADY, Batch, are_adjoint, batched_vjp, changes_by_backward_passes, number_of_batches
 from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import TORCH_LOSSES, Injection, require_repeats, require_terms
-from curvature.matrices.jacobians import changes_by_rows
-from curvature.matrices.linearised import Proved, random_directions, right_way
+from curvature.matrices.jacobians import Proved, changes_by_rows, random_directions, right_way
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
 from curvature.recording import graph_dtypes, in_turn, tensors_in

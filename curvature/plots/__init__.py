@@ -4,7 +4,6 @@ In: matrices, or an optimizer's history. Out: axes. Every function draws into th
 figure, and returns the axes. None shows or saves a figure or changes matplotlib's settings.
 """
 
-from curvature.plots.curves import spectra, training
-from curvature.plots.heatmaps import factors, matrix
+from curvature.plots.figures import factors, matrix, spectra, training
 
 __all__ = ["factors", "matrix", "spectra", "training"]

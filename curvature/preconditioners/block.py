@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from curvature.gradients import Jacobian
 from curvature.linalg import count_recovery, full_precision, stack
+from curvature.operators import Space
 from curvature.structures import FORMS, Structure
 from curvature.terms import Term
 
@@ -39,6 +40,7 @@ class Block:
 
     structure = ""
     shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by name
+    dtype: torch.dtype  # of what a leaf measures
     inverse: Any = None  # what `solve` multiplies with
     failures = 0  # consecutive failures of decompositions
     # Relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm of the
@@ -83,6 +85,10 @@ class Block:
     def split_terms(self, terms: Mapping[str, Sequence[Term]]) -> list[tuple[Block, TermsByName]]:
         """What each leaf measures of the terms by parameter; empty if they do not fit."""
         return [(self, {name: terms[name] for name in self.names if terms.get(name)})]
+
+    def space(self, device: torch.device) -> Space:
+        """Of the parameters, on a device."""
+        return Space(self.names, tuple(self.shapes.values()), self.dtype, device)
 
     def empty(self, device: torch.device) -> Structure:
         """What a leaf measures, without any samples."""

@@ -31,8 +31,7 @@ from curvature.preconditioners.block import (
     in_parts,
     relative_changes,
 )
-from curvature.preconditioners.eigen import EigenBlock
-from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.kronecker import EigenBlock, KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRangeBlock
 from curvature.preconditioners.structure_block import DiagonalBlock, StructureBlock
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import nonzero_or_one
-from curvature.operators import Diagonal, Operator, Space
+from curvature.operators import Diagonal, Operator
 from curvature.preconditioners.block import STRUCTURES, Block, Due, MeanFacts, group
-from curvature.structures import (
-    FORMS,
-    Structure,
-    average_structures,
-    averaged_sparsity,
-    scale_structures,
-    shrinkage,
-)
+from curvature.structures import FORMS, Structure, average_structures, averaged_sparsity, scale_structures, shrinkage
 
 
 class StructureBlock(Block):
@@ -49,10 +42,6 @@ class StructureBlock(Block):
         self.kind, self.structure = form, form.name
         self.shapes, self.dtype = dict(shapes), torch.promote_types(dtype, torch.float32)
         self.average: Structure | None = None
-
-    def space(self, device: torch.device) -> Space:
-        """Of the parameters, on a device."""
-        return Space(self.names, tuple(self.shapes.values()), self.dtype, device)
 
     def empty(self, device: torch.device) -> Structure:
         return self.kind(self.space(device))

@@ -1,4 +1,4 @@
-"""Kronecker products of second moments: ``kron(B, A)`` for each group of a weight."""
+"""Kronecker products of second moments: ``kron(B, A)`` for each group, and diagonals in their eigenbasis."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from curvature.kronecker import (
-    Affine,
-    Product,
-    Reading,
-    Scheme,
-    Side,
-    count_rows,
-    merge_products,
-    scale_all,
-    subsample_samples,
-)
-from curvature.operators import Kronecker, Operator, Space
+from curvature import kronecker
+from curvature.operators import EigenKronecker, Kronecker, Operator, Space
 from curvature.structures.structure import Chunk, Structure
 from curvature.terms import Term, TermsByVector
 
 SIDES = "a", "b"  # ends of the names of sums of outer products: of activations, and of backprops
+MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
 
 
 class KroneckerStructure(Structure):
@@ -41,7 +32,7 @@ class KroneckerStructure(Structure):
         scheme: how moments are summed and stored.
     """
 
-    def __init__(self, space: Space, scheme: Scheme) -> None:
+    def __init__(self, space: Space, scheme: kronecker.Scheme) -> None:
         super().__init__(space)
         self.scheme = scheme
         self.counts = [0.0, 0.0, 0.0]
@@ -71,14 +62,14 @@ class KroneckerStructure(Structure):
             if right is not None and not here.kinds[k].is_diagonal:
                 moment = (moment + moment.mT) / 2  # symmetric up to rounding of the right vectors
             self.add_to(_name(reading, "b"), here.side(k, moment).entries)
-            self.counts[1 + k] += len(vectors) * count_rows(vectors[0], here.sharing)
+            self.counts[1 + k] += len(vectors) * kronecker.count_rows(vectors[0], here.sharing)
 
     def _add_activations(self, terms: Sequence[Term], part: tuple[int, int] | None = None) -> None:
         """Of fewer of many samples if this `part`, rank and number of processes, of a batch is one of many."""
         here = self.scheme
         for reading, (whole,) in self._readings([terms]).items():
             k = int(not reading.flipped)
-            chosen = whole if part is None else subsample_samples(whole, here.sharing, *part)
+            chosen = whole if part is None else kronecker.subsample_samples(whole, here.sharing, *part)
             moment, number = here.activations(chosen)
             if part is not None and reading.one_hot and here.kinds[k].is_diagonal:
                 look_ups = moment.new_zeros(2)
@@ -88,9 +79,9 @@ class KroneckerStructure(Structure):
                 number = torch.tensor(number, dtype=torch.float64, device="cpu")
             self.add_to(_name(reading, "number"), number)
             self.add_to(_name(reading, "a"), here.side(k, moment).entries)
-            self.counts[1 + k] += count_rows(chosen, here.sharing)
+            self.counts[1 + k] += kronecker.count_rows(chosen, here.sharing)
 
-    def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
+    def _readings(self, vectors: TermsByVector) -> dict[kronecker.Reading, Sequence[Sequence[kronecker.Affine]]]:
         """The terms of each vector by their reading of the weight: those of one pass are the same for all vectors."""
         try:
             first = self.scheme.readings(vectors[0])
@@ -101,14 +92,14 @@ class KroneckerStructure(Structure):
                 f'some of the samples reach an expert; choose structure={{"{layer}": "dense"}} or "diagonal"'
             ) from error
         if len(first) == 1:
-            return {reading: cast("Sequence[Sequence[Affine]]", vectors) for reading in first}
+            return {reading: cast("Sequence[Sequence[kronecker.Affine]]", vectors) for reading in first}
         each = [self.scheme.readings(terms) for terms in vectors]
         return {reading: [parts[reading] for parts in each] for reading in first}
 
-    def _side(self, name: str, entries: Tensor) -> Side:
+    def _side(self, name: str, entries: Tensor) -> kronecker.Side:
         return self.scheme.side_of_entries(_index(name), entries)
 
-    def _sides(self) -> dict[str, Side]:
+    def _sides(self) -> dict[str, kronecker.Side]:
         """Those of the numbers that are entries of sides."""
         return {name: self._side(name, x) for name, x in self.tensors.items() if name[2:] in SIDES}
 
@@ -123,7 +114,7 @@ class KroneckerStructure(Structure):
         new.tensors = self.tensors | outer
         return new
 
-    def factors(self) -> Product:
+    def factors(self) -> kronecker.Product:
         """The side of the outputs, and that of the inputs."""
         return factors_of([self], [1.0])[0]
 
@@ -134,7 +125,7 @@ class KroneckerStructure(Structure):
         """In place: sides may be larger than all else that a pass over the data makes."""
         return self._operator_of(factors_of([self], [scale], in_place=True)[0])
 
-    def _operator_of(self, factors: Product) -> Operator:
+    def _operator_of(self, factors: kronecker.Product) -> Operator:
         rows, columns = (side.diagonal() if side.is_diagonal else side.dense() for side in factors)
         return Kronecker(self.space, self.scheme.arrangement, rows, columns, is_symmetric=True)
 
@@ -171,20 +162,20 @@ class KroneckerStructure(Structure):
 
 def factors_of(
     structures: Sequence[KroneckerStructure], scales: Sequence[float], in_place: bool = False
-) -> list[Product]:
+) -> list[kronecker.Product]:
     """The `factors` of each times a number, all sides scaled together; `in_place` where the sums are used up."""
     named = [structure._sides() for structure in structures]
     factors: list[float | Tensor] = []
     for structure, sides, scale in zip(structures, named, scales, strict=True):
         of_inputs = {name: structure.tensors[name[:2] + "number"] for name in sides if name[2:] == "a"}
         factors += [_inverse_of_number(of_inputs[name]) if name in of_inputs else scale for name in sides]
-    scaled = iter(scale_all([side for sides in named for side in sides.values()], factors, in_place))
+    scaled = iter(kronecker.scale_all([side for sides in named for side in sides.values()], factors, in_place))
     products = []
     for sides in named:
         by_name = {name: next(scaled) for name in sides}
         pairs = {name: (side, by_name[name[:2] + "b"]) for name, side in by_name.items() if name[2:] == "a"}
         every = [pair if _index(name) == 0 else pair[::-1] for name, pair in pairs.items()]
-        products.append(every[0] if len(every) == 1 else merge_products(every))
+        products.append(every[0] if len(every) == 1 else kronecker.merge_products(every))
     return products
 
 
@@ -193,10 +184,86 @@ def _inverse_of_number(number: Tensor) -> float | Tensor:
     return 1 / number.clamp(min=1) if number.ndim or number.device.type != "cpu" else 1 / max(float(number), 1.0)
 
 
-def _name(reading: Reading, what: str) -> str:
+def _name(reading: kronecker.Reading, what: str) -> str:
     return "".join("ny"[flag] for flag in reading) + what
 
 
 def _index(name: str) -> int:
     """Whether a sum of a reading goes into the side of the outputs (0) or into that of the inputs (1)."""
     return int((name[1] == "y") == (name[2] == "b"))
+
+
+class EigenStructure(KroneckerStructure):
+    """``Q diag(values) Q^T`` per group with ``Q = kron(U_B, U_A)``: squared per-sample gradients in that basis.
+
+    Builders add up these alone, optimizers moments, too. The samples of the squares are counted apart.
+
+    Args:
+        space, scheme: as of `KroneckerStructure`.
+        basis: U_B and U_A; None: there are moments only.
+    """
+
+    def __init__(self, space: Space, scheme: kronecker.Scheme, basis: kronecker.Basis | None) -> None:
+        super().__init__(space, scheme)
+        self.basis = basis
+        self.counts = [*self.counts, 0.0]
+
+    def add(self, chunk: Chunk) -> None:
+        vectors = chunk.by_sample(self.space.names[0])
+        if vectors is not None and self.basis is not None:
+            self.add_to("values", self.basis.products(*vectors, chunk.weights))
+
+    def estimate(self, terms: Mapping[str, Sequence[Any]], samples: float, rank: int, world_size: int) -> None:
+        """With the squares of fewer of many samples, as in `subsample_samples`."""
+        super().estimate(terms, samples, rank, world_size)
+        if self.basis is None:
+            return
+        self.counts[3] += samples
+        # those with the same number of samples belong together
+        for alike in kronecker.by_length(terms[self.space.names[0]]):
+            count = len(alike[0])
+            total = world_size * count
+            stride = 1 if max(term.places for term in alike) == 1 else max(1, min(total // MIN_SAMPLES, count))
+            chosen = slice(-rank * count % stride, None, stride)
+            vectors = [[term.samples(chosen) for term in alike] if stride > 1 else alike]
+            each = total / max(1, -(-total // stride))
+            weights = torch.full((len(vectors[0][0]),), each, dtype=self.space.dtype, device=alike[0].device)
+            self.add_to("values", self.basis.products(vectors, vectors, weights))
+
+    def add_(self, other: Any) -> None:
+        """The sum is in the basis of the other."""
+        if self.basis is not None and other.basis is not None and "values" in self.tensors:
+            self.tensors["values"] = other.basis.carried(self.values, self.basis)
+        self.basis = other.basis or self.basis
+        super().add_(other)
+
+    def scaled(self, factor: float) -> EigenStructure:
+        new: EigenStructure = super().scaled(factor)
+        if "values" in new.tensors:
+            new.tensors["values"] = new.tensors["values"] * factor
+        return new
+
+    def joined(self, others: Sequence[Any]) -> EigenStructure:
+        whole, basis = super().joined(others), None
+        if self.basis is not None:
+            sides = zip(*((x.basis.rows, x.basis.columns) for x in (self, *others)), strict=True)
+            basis = kronecker.Basis(whole.scheme, *(None if side[0] is None else torch.cat(side) for side in sides))
+        return EigenStructure(whole.space, whole.scheme, basis)
+
+    @property
+    def values(self) -> Tensor:
+        """The squares, (g, o, i)."""
+        if "values" in self.tensors:
+            return self.tensors["values"]
+        return torch.zeros(self.scheme.arrangement.sides, dtype=self.space.dtype, device=self.space.device)
+
+    def result(self, scale: float) -> Operator:
+        return self.scaled(scale).operator()
+
+    def operator(self) -> Operator:
+        assert self.basis is not None
+        rows, columns = self.basis.rows, self.basis.columns
+        return EigenKronecker(self.space, self.scheme.arrangement, rows, columns, self.values)
+
+    def trace(self) -> Tensor:
+        return self.values.sum()

@@ -23,15 +23,7 @@ from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvature.gradients import (
-    Batch,
-    either_form,
-    number_of_batches,
-    pairs,
-    require_order,
-    require_pairs,
-    sample_terms,
-)
+from curvature.gradients import Batch, either_form, number_of_batches, pairs, require_order, require_pairs, sample_terms
 from curvature.losses import Loss
 from curvature.recording import trained_parameters
 from curvature.terms import DenseGradients, Term, gradients, pieces, project_sides

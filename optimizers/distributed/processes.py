@@ -6,7 +6,6 @@ Statistics are all-reduced at renewals, and inverses broadcast (arXiv:2107.01739
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -271,25 +270,14 @@ class Team:
         return union
 
 
-@dataclass(frozen=True)
-class TensorForm:
-    """Shape, memory order of the axes and dtype of a tensor, sent ahead so that others can receive its entries."""
+def form_of(x: Tensor) -> Tensor:
+    """Shape, memory order and dtype of a tensor, sent ahead so that others can receive its entries."""
+    return x.to("meta")
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
 
-    @staticmethod
-    def of(x: Tensor) -> TensorForm:
-        order = x.dim_order()
-        return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
-
-    def flat(self, x: Tensor) -> Tensor:
-        return x.permute(self.order).reshape(-1)
-
-    def filled(self, flat: Tensor) -> Tensor:
-        """The tensor with these entries, in its old memory order: another order could make products copy it."""
-        return flat.view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
+def laid_out(x: Tensor, form: Tensor) -> Tensor:
+    """The same in the memory order of a form: in another order products might copy it."""
+    return torch.empty_like(form, device=x.device).copy_(x)
 
 
 class Workers:
@@ -319,22 +307,19 @@ class Workers:
             return
         rank = self.processes.rank
         results = {b.names[0]: b.results() for b in shared if self.owners[b.names[0]] == rank}
-        slots = pytree.tree_map_only(Tensor, TensorForm.of, results)
+        forms = pytree.tree_map_only(Tensor, form_of, results)
         named = {b.names[0]: b for b in shared}
-        for source, theirs in enumerate(self.processes.all_gather_objects(slots)):
+        for source, theirs in enumerate(self.processes.all_gather_objects(forms)):
+            whole = results if source == rank else pytree.tree_map_only(Tensor, self._empty, theirs)
+            sent = [x for x in pytree.tree_leaves(whole) if isinstance(x, Tensor)]
+            received = iter(in_flat_buffers(sent, functools.partial(self._broadcast, source)))
             leaves, form = pytree.tree_flatten(theirs)
-            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == rank else None
-            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, TensorForm)], sent, source))
-            filled = [next(tensors) if isinstance(x, TensorForm) else x for x in leaves]
+            filled = [laid_out(next(received), x) if isinstance(x, Tensor) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
                 named[name].load_results(result)  # even its own: other strides could change last bits
 
-    def _broadcast(self, slots: Sequence[TensorForm], sent: Sequence[Tensor] | None, source: int) -> list[Tensor]:
-        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
-        processes = self.processes
-        if sent is None:
-            flat = [torch.empty(math.prod(x.shape), dtype=x.dtype, device=processes.device) for x in slots]
-        else:
-            flat = [slot.flat(x) for slot, x in zip(slots, sent, strict=True)]
-        received = in_flat_buffers(flat, lambda x: dist.broadcast(x, processes.ranks[source], group=processes.group))
-        return [slot.filled(x) for slot, x in zip(slots, received, strict=True)]
+    def _empty(self, form: Tensor) -> Tensor:
+        return torch.empty_like(form, device=self.processes.device)
+
+    def _broadcast(self, source: int, flat: Tensor) -> None:
+        dist.broadcast(flat, self.processes.ranks[source], group=self.processes.group)

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from curvature.arguments import check_flag, check_whole
 from curvature.gradients import require_pairs
-from curvature.linalg import (
-    NotDefinite,
-    full_precision,
-    matmul,
-    psd_eigh,
-    widen,
-)
+from curvature.linalg import NotDefinite, full_precision, matmul, psd_eigh, widen
 from curvature.losses import ClassLabel, LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal, EigenKronecker, Operator, flat_parameters

@@ -12,7 +12,7 @@ import curvature
 from curvature.attempts import log_once
 from curvature.gradients import Linearised
 from curvature.matrices import passes
-from curvature.matrices.linearised import ForwardMode, right_way
+from curvature.matrices.jacobians import ForwardMode, right_way
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 
@@ -76,7 +76,7 @@ CONVOLVED: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_columns_through_norms(name: str, columns: int, at_once: int, caplog: Any, monkeypatch: Any) -> None:
     """Columns are right whatever forward mode gives, one by one and together, in batches of unlike sizes."""
-    monkeypatch.setattr("curvature.matrices.linearised.CACHED_ENTRIES", at_once)
+    monkeypatch.setattr("curvature.matrices.jacobians.CACHED_ENTRIES", at_once)
     make, is_right = CONVOLVED[name]
     with seeded(0):
         model, x = make().double(), torch.randn(5, 1, 3, 3, dtype=torch.float64)

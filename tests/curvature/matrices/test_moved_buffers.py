@@ -66,7 +66,7 @@ def jacobians(model: nn.Module, x: Tensor) -> Tensor:
 def test_every_product_is_of_the_same_matrix(
     name: str, cached_entries: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("curvature.matrices.linearised.CACHED_ENTRIES", cached_entries)
+    monkeypatch.setattr("curvature.matrices.jacobians.CACHED_ENTRIES", cached_entries)
     model, x, y = problem(name)
     J = jacobians(model, x).flatten(0, 1)
     matrix, before = 2 * J.T @ J / len(J), copy.deepcopy(model.state_dict())
@@ -122,7 +122,7 @@ def test_vmap_in_parts_begins_each_from_the_same_buffers(chunk: int | None, monk
     model, x, y = problem("read before")
     if chunk is not None:
         entries = chunk * sum(p.numel() for p in model.parameters())
-        monkeypatch.setattr("curvature.matrices.per_sample_diagonals.PRODUCT_ELEMENTS", entries)
+        monkeypatch.setattr("curvature.matrices.builders.PRODUCT_ELEMENTS", entries)
     found = curvature.per_sample_hessian_diagonals(model, LOSS, x, y)
     whole = curvature.hessian(model, LOSS, (x, y))
     expected = whole.to_dict(whole.diagonal())

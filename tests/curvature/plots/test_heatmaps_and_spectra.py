@@ -14,7 +14,7 @@ from torch import nn
 from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
 from curvature.operators.matrix_free import MatrixFree
-from curvature.plots.heatmaps import MAX_GROUPS
+from curvature.plots.figures import MAX_GROUPS
 from support.cases.case import seeded
 from support.pictures import assert_refused
 

@@ -8,8 +8,7 @@ import curvature.preconditioners.kronecker
 from curvature.kronecker.applied import DenseMatrix, KroneckerInverse, LowRankMatrix
 from curvature.linalg import ByDevice
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
-from curvature.preconditioners.eigen import EigenBlock
-from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.kronecker import EigenBlock, KroneckerBlock
 from curvature.structures import KroneckerStructure
 from support.cases.case import seeded
 from support.running_blocks import STACKS, close, measure, normal_vectors
