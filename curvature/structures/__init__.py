@@ -6,13 +6,14 @@ an operator, and its damped inverse. `Choices` are those that a caller has made 
 """
 
 from curvature.structures.choices import Choice, Choices
-from curvature.structures.kronecker import EigenStructure, KroneckerStructure, factors_of
+from curvature.structures.dense import DenseStructure
+from curvature.structures.diagonal import DiagonalStructure
+from curvature.structures.eigen import EigenStructure
+from curvature.structures.kronecker import KroneckerStructure, factors_of
 from curvature.structures.structure import (
     FORMS,
     Accumulator,
     Chunk,
-    DenseStructure,
-    DiagonalStructure,
     Structure,
     Vectors,
     average_structures,

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from curvature.recording import is_within
-from curvature.structures.structure import DenseStructure, DiagonalStructure, Structure
+from curvature.structures.dense import DenseStructure
+from curvature.structures.diagonal import DiagonalStructure
+from curvature.structures.structure import Structure
 
 Choice = str | type[Structure]
 BUILT_IN: dict[str, type[Structure]] = {form.name: form for form in (DiagonalStructure, DenseStructure)}

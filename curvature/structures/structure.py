@@ -1,4 +1,4 @@
-"""The base class of structures, what they are measured of, and those that are entries: the diagonal, and all."""
+"""The base class of structures, what they are measured of, and how far few samples make them too small."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack
-from curvature.operators import Dense, Diagonal, Operator, Space, rows_of_name
+from curvature.operators import Operator, Space, rows_of_name
 from curvature.recording import Tape
-from curvature.terms import Term, TermsByVector, gradients, promote, row_ranges, sum_of_products
+from curvature.terms import Term, TermsByVector, gradients, promote, row_ranges
 
 # Small eigenvalues of a moment of few rows are too small (Ledoit and Wolf, 2004, J. Multivariate Anal. 88): this many
 # times its size over the number of rows is added, in its mean eigenvalues
@@ -261,71 +260,3 @@ def shrinkage(size: int, sparsity: float) -> float:
 def averaged_sparsity(before: float, weight: float, rows: float) -> float:
     """One over the number of rows that a running mean rests on, after so many more with this weight."""
     return (1 - weight) ** 2 * before + weight**2 / max(rows, 1.0)
-
-
-class DiagonalStructure(Structure):
-    """The diagonal of each parameter, in its shape, by name."""
-
-    name = "diagonal"
-
-    def add(self, chunk: Chunk) -> None:
-        for name in self.space.names:
-            terms = chunk.of(name)
-            if terms is not None:
-                weights = chunk.on(self.space.devices[name]).weights
-                squares = sum_of_products(*terms, weights, chunk.patches.setdefault(name, []))
-                self.add_to(name, squares.to(self.space.dtype))
-
-    def operator(self) -> Diagonal:
-        return Diagonal(self.space, self.space.flatten(self.by_name()))
-
-    def trace(self) -> Tensor:
-        return stack(x.sum() for x in self.tensors.values()).sum()
-
-    def by_name(self) -> dict[str, Tensor]:
-        """The diagonal by parameter, in the memory of the numbers; ValueError if an entry is not finite."""
-        space, tensors = self.space, dict[str, Tensor]()
-        for name, shape in zip(space.names, space.shapes, strict=True):
-            known = self.tensors.get(name)
-            zeros = torch.zeros(shape, dtype=space.dtype, device=space.devices[name]) if known is None else known
-            tensors[name] = zeros
-        if not stack(torch._foreach_norm(list(tensors.values()))).sum().isfinite():  # norms may overflow
-            for name, shape in zip(space.names, space.shapes, strict=True):
-                space.kept(tensors[name], shape, "the diagonal", space.devices[name])
-        return tensors
-
-    @classmethod
-    def describe(cls, space: Space) -> str:
-        return ", ".join("x".join(map(str, shape)) or "1" for shape in space.shapes)
-
-
-class DenseStructure(Structure):
-    """All entries (P, P)."""
-
-    name = "dense"
-
-    def add(self, chunk: Chunk) -> None:
-        size = self.space.size
-        if "matrix" not in self.tensors:
-            self.tensors["matrix"] = torch.zeros(size, size, dtype=self.space.dtype, device=self.space.device)
-        for u, w in chunk.rows(self.space):
-            self.tensors["matrix"].addmm_((u * chunk.weights.to(u)[:, None]).T, w)
-
-    def operator(self) -> Dense:
-        matrix = self.tensors["matrix"]
-        return Dense(self.space, (matrix + matrix.T) / 2)
-
-    def trace(self) -> Tensor:
-        return self.tensors["matrix"].trace()
-
-    @classmethod
-    def most_entries(cls, space: Space) -> int:
-        return space.size**2
-
-    @classmethod
-    def rank(cls, space: Space) -> int:
-        return space.size
-
-    @classmethod
-    def describe(cls, space: Space) -> str:
-        return f"{space.size}x{space.size}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import curvature.linalg
 import curvature.preconditioners.block_diagonal
 import curvature.preconditioners.kronecker
-import curvature.structures.kronecker
+import curvature.structures.eigen
 from curvature.kronecker.eigenbasis import Basis
 from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
 from curvature.preconditioners.block import invert
@@ -144,7 +144,7 @@ def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, mon
 
 @pytest.mark.parametrize("name", ["linear", "places", "grouped_conv", "conv_twice"])
 def test_some_samples_stand_for_many_that_have_places(name: str, monkeypatch):
-    monkeypatch.setattr(curvature.structures.kronecker, "MIN_SAMPLES", 2)
+    monkeypatch.setattr(curvature.structures.eigen, "MIN_SAMPLES", 2)
     model, _, block, (_, y) = going(name)
     close(block.values, exact(block, model, y if name == "linear" else y[:: N // 2]))
 
