@@ -17,7 +17,7 @@ from curvature.preconditioners import Block, CurvatureStore, KroneckerBlock, by_
 from curvature.recording import warn_once
 from optimizers.distributed.processes import Team
 from optimizers.distributed.sharding import any_sharded, to_full, to_shard
-from optimizers.model_optimizer import Monitor
+from optimizers.monitor import Monitor
 from optimizers.recording.recorder import Recorder
 from optimizers.schedule import Schedule
 from optimizers.steps.layer_vector import Family, Layer, LayerVector, Layout

@@ -186,7 +186,7 @@ class Tape:
     def gradients(
         self, outputs: Sequence[Tensor | GradientEdge], vectors: Sequence[Tensor], also: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """One vector for each output goes back, to that of every use and the tensors `also`; keeps the graph."""
+        """Send one vector for each output back to the outputs of all uses and the tensors `also`; keeps the graph."""
         places: Any = [*(use.edge for use in self.uses if use.edge is not None), *also]
         options: Any = {"retain_graph": True, "allow_unused": True}
         backprops = iter(torch.autograd.grad(outputs, places, vectors, **options) if places else ())  # type: ignore[arg-type]

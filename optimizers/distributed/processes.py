@@ -275,8 +275,8 @@ def form_of(x: Tensor) -> Tensor:
     return x.to("meta")
 
 
-def laid_out(x: Tensor, form: Tensor) -> Tensor:
-    """The same in the memory order of a form: in another order products might copy it."""
+def match_layout(x: Tensor, form: Tensor) -> Tensor:
+    """A copy in the memory order of a form: in another order products might copy it again and again."""
     return torch.empty_like(form, device=x.device).copy_(x)
 
 
@@ -314,7 +314,7 @@ class Workers:
             sent = [x for x in pytree.tree_leaves(whole) if isinstance(x, Tensor)]
             received = iter(in_flat_buffers(sent, functools.partial(self._broadcast, source)))
             leaves, form = pytree.tree_flatten(theirs)
-            filled = [laid_out(next(received), x) if isinstance(x, Tensor) else x for x in leaves]
+            filled = [match_layout(next(received), x) if isinstance(x, Tensor) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
                 named[name].load_results(result)  # even its own: other strides could change last bits
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,14 @@ def samples_first(x: Any, count: int) -> Any:
 # -- how large outputs are, in the metric of the curvature: sums of each forward pass in, a norm out
 
 
+class OutputFacts(NamedTuple):
+    """What the host reads of the outputs of a step's passes: tensors, then numbers."""
+
+    squares: Any
+    numbers: Any  # of samples, and of entries
+    change: Any  # along the last step, squared
+
+
 class OutputScale:
     """The size of the outputs of the last batch, in the same units as the energies ``v^T M v`` of the curvature.
 
@@ -151,15 +159,14 @@ class OutputScale:
         self.squared_change, self.reached = 0.0, frozenset(along.blocks)
         if not sums:
             return
-        squares, (count, entries), change = read(
-            (sums["squares"], sums["numbers"], along.value if along.blocks else ())
-        )
-        if entries > 0 and math.isfinite(squares):
-            self.rms = math.sqrt(squares / entries)
+        facts = read(OutputFacts(sums["squares"], sums["numbers"], along.value if along.blocks else ()))
+        count, entries = facts.numbers
+        if entries > 0 and math.isfinite(facts.squares):
+            self.rms = math.sqrt(facts.squares / entries)
         if entries > 0:
             self.entries_per_sample = entries / count
         if along.blocks:
-            self.squared_change = change / count
+            self.squared_change = facts.change / count
 
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from curvature.operators import Named
 from curvature.preconditioners import BatchFacts, CurvatureStatistics, CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import Processes, Team, vectors_of_global_batch
-from optimizers.model_optimizer import Monitor
+from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import LossBackprops, Passes, RecordedPass, is_checkpointed, is_transformed
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, OutputScale, find_outputs, squares_along
 from optimizers.schedule import Schedule

@@ -23,6 +23,7 @@ from support.odd.functions import (
     SineByNumpy,
     SineInGivenMemory,
     SineOfContext,
+    SineWithDetachedGradient,
     StraightThrough,
 )
 from support.oracles.brute_force import Matrices, of_the_batch
@@ -33,7 +34,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("double")]
 ENTROPY = nn.CrossEntropyLoss()
 
 
-UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory]
+UNDIFFERENTIATED = [Sine, SineByNumpy, SineInGivenMemory, SineWithDetachedGradient]
 
 
 def products_are_right(

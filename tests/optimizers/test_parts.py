@@ -16,7 +16,7 @@ from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC
 from optimizers.distributed.processes import Distributed, Team
-from optimizers.model_optimizer import Monitor
+from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.model_outputs import OutputScale

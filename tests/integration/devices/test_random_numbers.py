@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from optimizers import KFAC, NaturalGradient
+from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
 from support.training import train_by_closure
@@ -81,6 +81,37 @@ def test_the_diagonal_is_that_of_the_rows(make: Callable[[], nn.Module], device:
         rows = curvature.per_sample_gradients(model, ENTROPY, x, y)
         found = curvature.fisher_diagonal(model, ENTROPY, (x, y), inject=curvature.empirical(), progress=False)
     close(found, {name: own.square().mean(0) for name, own in rows.items()})
+
+
+@each_model
+@pytest.mark.parametrize("build", [curvature.kfac, curvature.fisher_diagonal])
+def test_matrices_of_training_mode(build: Callable[..., Any], make: Callable[[], nn.Module], device: str):
+    model, x, y = prepared(make, device)
+    with seeded(1):
+        found = build(model, ENTROPY, (x, y), inject=curvature.exact(), progress=False)
+    tensors = found.values() if isinstance(found, dict) else [found.trace()]
+    assert all((t >= 0).all() and t.isfinite().all() and t.any() for t in tensors)
+
+
+OPTIMIZERS = {
+    "KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient,
+    "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
+    "NaturalGradient-adaptive": functools.partial(NaturalGradient, adaptive=True),
+}  # fmt: skip
+
+
+@pytest.mark.training_run
+@each_model
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_they_train(name: str, make: Callable[[], nn.Module], device: str):
+    model, x, y = prepared(make, device)
+    opt, losses = OPTIMIZERS[name](model), []
+    for steps in (20, 0):
+        with torch.no_grad():
+            losses.append(ENTROPY(model.eval()(x), y))
+        with seeded(1):
+            train_by_closure(model.train(), opt, ENTROPY, x, y, steps)
+    assert losses[1] < 0.7 * losses[0] and opt.skipped == 0
 
 
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
-from optimizers.distributed.processes import Workers, form_of, laid_out, vectors_of_global_batch
+from optimizers.distributed.processes import Workers, form_of, match_layout, vectors_of_global_batch
 from support.cases.case import seeded
 from support.distributed import scenarios
 from support.distributed.processes import on_processes
@@ -214,11 +214,11 @@ def test_only_what_is_drawn_is_drawn_for_all():
 def test_what_is_handed_on_lies_in_memory_as_before():
     """A root by columns that arrives by rows costs a copy in every solve, more than the solve itself."""
     for x in (torch.randn(2, 5, 3).mT, torch.randn(4, 3), torch.randn(1, 6, 6).mT, torch.tensor(2.0), torch.ones(0, 3)):
-        found = laid_out(x.contiguous(), form_of(x))
+        found = match_layout(x.contiguous(), form_of(x))
         assert torch.equal(found, x)
         assert x.numel() < 2 or found.stride()[1:] == x.stride()[1:]
     column = torch.randn(8, 3)[:, 1]  # of more than itself
-    assert torch.equal(laid_out(column.contiguous(), form_of(column)), column)
+    assert torch.equal(match_layout(column.contiguous(), form_of(column)), column)
 
 
 def test_work_is_shared_out():

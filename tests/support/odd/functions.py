@@ -25,6 +25,12 @@ class SineByNumpy(Sine):
         return torch.from_numpy(g.detach().numpy() * np.cos(ctx.saved_tensors[0].detach().numpy()))
 
 
+class SineWithDetachedGradient(Sine):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.detach() * ctx.saved_tensors[0].cos()
+
+
 class SineInGivenMemory(Sine):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ by_width = lambda m, x, y: ((m.net(x) - y) ** 2 / (2 * m.s.exp() ** 2) + m.s).me
 by_distribution = lambda m, x, y: -torch.distributions.Normal(m.net(x), m.s.exp()).log_prob(y).mean()
 returns("torch_loss", torch_loss, kind=nn.CrossEntropyLoss)
 returns("own_loss", own_loss)
+returns("own_squares", own_squares, X, T)
+returns("own_sum", lambda m, x, y: (m.net(x) - y).square().sum(), X, T)
+returns("norm", lambda m, x, y: torch.linalg.norm(m.net(x) - y), X, T)
 odd("returns_one_entry", raw(lambda m, x, y: own_squares(m, x, y)[None], net=net), lambda m: m(X, T)[0])
 returns("loss_and_penalty", lambda m, x, y: own_loss(m, x, y) + 0.01 * sum(p.square().sum() for p in m.parameters()))
 with_penalty = lambda m, x, y: torch_loss(m, x, y) + 0.01 * m.net[0].weight.abs().sum()
@@ -41,10 +44,11 @@ returns("torch_loss_and_penalty", with_penalty, kind=nn.CrossEntropyLoss)
 odd("returns_loss_beside_output", raw(lambda m, x, y: (by_hand(z := m.net(x), y), z), net=net), lambda m: m(X, Y)[0])
 of_two = lambda m, x, y, t: {"a": by_hand(m.net(x), y), "b": squares(m.net(x), t)}
 odd("returns_losses_in_dict", raw(of_two, net=net), lambda m: sum(m(X, Y, T).values()))
-for name in ("weight_norm", "spectral_norm"):
+for name in ("weight_norm", "spectral_norm", "orthogonal"):
     returns(f"loss_of_{name}", own_loss, net=changed(getattr(parametrizations, name)))
 returns("loss_of_exponential", lambda m, x, y: squares(F.linear(x, m.p.exp()), y), X, T, p=(3, 6))
 returns("loss_of_mixture", of_mixture, X, T, p=(2,), fs=lambda: nn.ModuleList([net(), net()]))
+returns("loss_and_zero", lambda m, x, y: own_squares(m, x, y) + 0 * m.p.sum(), X, T, net=net, p=(4,))
 returns("likelihood_with_width", by_width, X, T, net=net, s=(3,))
 returns("likelihood_of_distribution", by_distribution, X, T, net=net, s=())
 returns(
@@ -93,6 +97,7 @@ classifier(
     raw(lambda m, x: {"value": m.net(x), "classes": m.net(x).argmax(1), "none": None}, net=net),
     lambda m: entropy(m(X)["value"]),
 )
+classifier("tuple", raw(lambda m, x: (None, m.net(x), 3), net=net), lambda m: entropy(m(X)[1]))
 classifier("named_tuple", raw(lambda m, x: Pair(m.net(x), None), net=net), lambda m: entropy(m(X).value))
 classifier("dataclass", raw(lambda m, x: Result(m.net(x)), net=net), lambda m: entropy(m(X).value))
 classifier("list_of_rows", raw(lambda m, x: list(m.net(x)), net=net), lambda m: entropy(torch.stack(m(X))))
@@ -106,17 +111,30 @@ classifier("outputs_of_two_sizes", sizes, lambda m: of_first(m) + m(X)[1].square
 classifier("two_heads_of_which_one_trains", two_heads, of_first)
 odd("own_class", categorical, lambda m: -m(X).log_prob(Y).mean())
 classifier("function", raw(lambda m, x: lambda: m.net(x), net=net), lambda m: entropy(m(X)()))
+odd("complex_output", raw(lambda m, x: torch.fft.fft(m.net(x)), net=net), lambda m: m(X).abs().mean())
 classifier("whole_numbers_beside", raw(lambda m, x: (m.net(x), torch.arange(5, device=x.device)), net=net), of_first)
 odd("log_probabilities", lambda: nn.Sequential(net(), nn.LogSoftmax(1)), lambda m: F.nll_loss(m(X), Y))
+classifier(
+    "masked_logits",
+    raw(lambda m, x: m.net(x).masked_fill(torch.arange(3, device=x.device) > Y.max(), -torch.inf), net=net),
+)
 
 # -- losses of other things
 
 keeping = lambda m, x: m.two(setattr(m, "kept", m.one(x).tanh()) or m.kept)
 hidden = raw(keeping, one=linear(6, 3), two=linear(3, 3))
+odd("sum_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X).sum())
+odd("mean_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X).mean())
 odd("hidden_features", hidden, lambda m: (m(X), fit(m.kept))[1])
+odd("hidden_beside", hidden, lambda m: entropy(m(X)) + m.kept.square().mean())
+classifier("penalty_beside", net, lambda m: entropy(m(X)) + 0.01 * sum(p.square().sum() for p in m.parameters()))
 beside = raw(lambda m, x: m.net(x), net=net, s=(2,))
 weighted = lambda m: entropy(m(X)) * (-m.s[0]).exp() + fit(m(X)) * (-m.s[1]).exp() + m.s.sum()
 classifier("penalty_of_what_is_not_read", beside, lambda m: entropy(m(X)) + m.s.square().sum())
 classifier("weights_of_losses_outside", beside, weighted)
+classifier("part_of_samples", net, lambda m: F.cross_entropy(m(X)[:5], Y[:5]))
+classifier("largest_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").max())
+classifier("median_loss", net, lambda m: F.cross_entropy(m(X), Y, reduction="none").median())
+odd("policy", net, lambda m: -(m(X).log_softmax(1).gather(1, Y[:, None])[:, 0] * T[:, 0]).mean())
 classifier("sum_reduction", net, lambda m: F.cross_entropy(m(X), Y, reduction="sum"))
 odd("constant_loss", net, lambda m: 0 * m(X).sum() + 1)

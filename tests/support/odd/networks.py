@@ -95,6 +95,11 @@ classifier(
     "one_layer_five_times",
     raw(lambda m, x: m.head([x := m.mix(x).tanh() for _ in range(5)][-1]), mix=linear(6, 6), head=linear(6, 3)),
 )
+classifier(
+    "straight_through",
+    raw(lambda m, x: m.head((z := m.enter(x)) + (z.sign() - z).detach()), enter=linear(6, 5), head=linear(5, 3)),
+)
+classifier("in_place", raw(lambda m, x: m.two(m.one(x).mul_(2).relu_()).add_(1), one=linear(6, 5), two=linear(5, 3)))
 odd("shared", raw(lambda m, x: (x @ m.p).tanh() @ m.p.T, p=(6, 4)), lambda m: F.mse_loss(m(X), X))
 classifier(
     "frozen_in_part",
@@ -125,6 +130,7 @@ classifier("compiled", lambda: torch.compile(net(), backend="eager"))
 
 # -- passes
 
+odd("twice", raw(lambda m, x: m.net(x), net=net), lambda m: (m(X) - m(X.flip(0)) - 1).square().mean())
 odd("thrice_into_one", net, lambda m: F.triplet_margin_loss(m(X), m(X + 0.1), m(X.flip(0)), margin=5.0))
 odd("three_dims_of_one_batch", net, lambda m: entropy(m(X.view(3, 4, 6)).view(12, 3)), classes_last)
 classifier("batches_of_two_sizes", net, lambda m: entropy(m(X)) + F.cross_entropy(m(X[:5]), Y[:5]))
@@ -134,6 +140,15 @@ classifier(
     raw(lambda m, x: checkpoint(m.net, x, use_reentrant=True), net=net),
     lambda m: entropy(m(X.clone().requires_grad_())),
 )
+classifier("input_needs_gradient", net, lambda m: entropy(m(X.clone().requires_grad_())))
+
+
+def smooth(m: nn.Module) -> Tensor:
+    """A penalty on the gradient at the input."""
+    x = X.clone().requires_grad_()
+    z = m(x)
+    (g,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return entropy(z) + g.square().sum(1).mean()
 
 
 def functional(m: nn.Module) -> Tensor:
@@ -144,4 +159,5 @@ def functional(m: nn.Module) -> Tensor:
     return entropy(torch.func.functional_call(m, moved, X))
 
 
+odd("penalty_on_input_gradient", net, smooth, closes=False)
 odd("meta_learning", net, functional, closes=False)

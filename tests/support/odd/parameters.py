@@ -41,6 +41,8 @@ odd(
     lambda m: m(),
 )
 odd("torch_loss_of_parameters", raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
+odd("saddle", raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
+odd("absolute_values", raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
 odd("model_never_called", raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum())
 odd("matrix_exponential", raw(lambda m: X[:, :3] @ torch.matrix_exp(m.p - m.p.T), p=(3, 3)), lambda m: fit(m()))
 odd("expanded", raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda m: fit(m(X)))
@@ -59,6 +61,7 @@ exponential = lambda m, x: F.linear(x, m.p.exp())
 mixed = lambda m, x: sum(w * layer(x) for w, layer in zip(m.p.softmax(0), (m.one, m.two), strict=True))
 cosine = lambda m, x: F.linear(F.normalize(x), F.normalize(m.p)) * m.scale.exp()
 hyper = lambda m, x: F.linear(x, m.make(m.z).view(3, 6))
+own_weights = lambda m, x: torch.bmm(m.make(x).view(-1, 3, 6), x[..., None])[..., 0]
 
 
 class Symmetric(nn.Module):
@@ -70,8 +73,9 @@ def symmetric(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", Symmetric())
 
 
-classifier("weight_norm", changed(parametrizations.weight_norm))
-classifier("spectral_norm_of_old", changed(nn.utils.spectral_norm))
+for name in ("weight_norm", "spectral_norm"):
+    classifier(name, changed(getattr(parametrizations, name)))
+    classifier(f"{name}_of_old", changed(getattr(nn.utils, name)))
 classifier("orthogonal", changed(parametrizations.orthogonal))
 classifier("symmetric", changed(symmetric))
 odd("exponential_weight", raw(exponential, p=(3, 6)), lambda m: fit(m(X)))
@@ -79,6 +83,7 @@ classifier("mixed_by_softmax", raw(mixed, p=(2,), one=net, two=net))
 classifier("added_zero_times_sum", raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net, p=(4,)))
 classifier("cosine_classifier", raw(cosine, p=(3, 6), scale=()))
 classifier("hypernetwork", raw(hyper, make=linear(4, 18), z=(4,)))
+classifier("hypernetwork_of_data", raw(own_weights, make=linear(6, 18)))
 odd("indexed", raw(lambda m, x: x @ m.p[[2, 0, 1, 1, 0, 2]], p=(3, 3)), lambda m: fit(m(X)))
 odd("masked", raw(lambda m, x: x @ torch.where(m.p > 0, m.p, 0.1 * m.p), p=(6, 3)), lambda m: fit(m(X)))
 classifier(
