@@ -21,12 +21,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from curvature import losses, recording
 from curvature.arguments import check_whole
 from curvature.attempts import attempt
 from curvature.gradients.data import kind_of
-from curvature.losses import Injection, Loss
-from curvature.recording import call_model, logits, map_tensors, preserve_state, tensors_in
+from curvature.losses import (
+    Injection,
+    Loss,
+    join_heads,
+    naming_labels,
+    per_sample_losses,
+    reduction_of,
+    require_labels,
+    resolve,
+)
+from curvature.recording import (
+    as_arguments,
+    call_model,
+    logits,
+    map_tensors,
+    preserve_state,
+    tensors_in,
+    trained_parameters,
+    unwrap_compiled,
+)
 
 SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -120,10 +137,10 @@ class Batch:
         model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: SampleDim = 0, parameters: Iterable[str] | None = None
     ) -> Batch:
         """Check the arguments of the public functions, and count the samples."""
-        model, chosen = recording.unwrap_compiled(model), recording.trained_parameters(model, parameters)
-        loss = losses.resolve(loss)
-        losses.reduction_of(loss)  # refuses "none"
-        x = recording.as_arguments(model, x) if isinstance(x, Mapping) else x
+        model, chosen = unwrap_compiled(model), trained_parameters(model, parameters)
+        loss = resolve(loss)
+        reduction_of(loss)  # refuses "none"
+        x = as_arguments(model, x) if isinstance(x, Mapping) else x
         dims = tuple(sample_dim) if isinstance(sample_dim, tuple | list) else (sample_dim,) * 3
         for dim in dims:
             check_whole("sample_dim", dim)
@@ -227,15 +244,15 @@ class Batch:
     def for_loss(self, output: Any) -> Any:
         """What the loss takes of the model's output."""
         if type(output) is not Tensor and self.takes_logits:
-            output = losses.join_heads(self.loss, logits(output))
+            output = join_heads(self.loss, logits(output))
         require_classes_first(self.loss, output, self.y)
-        losses.require_labels(self.loss, output, self.y)
+        require_labels(self.loss, output, self.y)
         return output
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of the batch; ValueError where it reads more than the logits of the output."""
         try:
-            with losses.naming_labels(self.loss, output):
+            with naming_labels(self.loss, output):
                 return self.loss(output, self.y)
         except AttributeError as error:
             raise ValueError(
@@ -250,7 +267,7 @@ class Batch:
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""
-        return losses.per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
+        return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
 
     def without_terms(self, some: Iterable[int]) -> list[int]:
         """Those of these samples of which no term counts: their own loss is 0/0, where that of the batch is finite."""

@@ -7,10 +7,18 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-from torch.utils.data import sampler as samplers
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-DRAWING = samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler
+DRAWING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -102,9 +110,9 @@ def require_order(data: Any, name: str = "data") -> None:
 def _without_order(sampler: Any) -> Any:
     """The sampler, or that within, which may give another order at the next pass; None if all keep theirs."""
     iterate = getattr(type(sampler), "__iter__", None)  # a subclass with one of its own does what it likes
-    if isinstance(sampler, Sequence | Tensor | np.ndarray) or iterate is samplers.SequentialSampler.__iter__:
+    if isinstance(sampler, Sequence | Tensor | np.ndarray) or iterate is SequentialSampler.__iter__:
         return None
-    if iterate is samplers.BatchSampler.__iter__:
+    if iterate is BatchSampler.__iter__:
         return _without_order(sampler.sampler)
     if isinstance(sampler, DRAWING) or getattr(sampler, "shuffle", True):
         return sampler

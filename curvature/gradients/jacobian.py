@@ -12,15 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvature import recording
 from curvature.arguments import check_module
 from curvature.functional import ExactNorms
 from curvature.gradients.jacobian_products import ROWS_ELEMENTS, rows_of_each
 from curvature.gradients.parameter_terms import Terms, terms_by_parameter, zeros
 from curvature.gradients.plans import graph_signature, kept_plan, learn
 from curvature.linalg import stack
-from curvature.recording import Tape
-from curvature.terms import DenseGradients, ElementwiseProduct, OuterProduct, Term, contractions, sum_of_squares
+from curvature.recording import (
+    Tape,
+    preserve_state,
+    require_exact_derivatives,
+    tape_from_graph,
+    trained_parameters,
+    unwrap_compiled,
+)
+from curvature.terms import (
+    DenseGradients,
+    ElementwiseProduct,
+    OuterProduct,
+    Term,
+    contractions,
+    promote,
+    sum_of_squares,
+    to_device,
+)
 
 STACKED_ELEMENTS = 1 << 26  # entries of activations and backprops up to which pieces are put together
 NO_PARAMETERS = "model: no parameter requires a gradient"
@@ -54,8 +69,8 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
     if len({len(x) for x in batch}) > 1:
         raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
     if not len(batch[0]):
-        return {name: p.new_empty(0, *p.shape) for name, p in recording.trained_parameters(model).items()}
-    with recording.preserve_state(model):
+        return {name: p.new_empty(0, *p.shape) for name, p in trained_parameters(model).items()}
+    with preserve_state(model):
         detached = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
         with ExactNorms():
             values = residual(model, *detached)
@@ -111,7 +126,7 @@ class Jacobian:
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
-        model = recording.unwrap_compiled(model)
+        model = unwrap_compiled(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(NO_PARAMETERS)
@@ -224,7 +239,7 @@ class Jacobian:
 
     def promoted(self, dtype: torch.dtype) -> Jacobian:
         """The same Jacobian with products in at least this precision."""
-        parts = _each(self.parts, lambda terms: [contractions.promote(t, dtype) for t in terms])
+        parts = _each(self.parts, lambda terms: [promote(t, dtype) for t in terms])
         return replace(self, parts=parts, zero=self.zero.to(torch.promote_types(self.zero.dtype, dtype)))
 
     def merged(self) -> Jacobian:
@@ -319,7 +334,7 @@ def _each(parts: Parts, change: Callable[[list[Term]], list[Term]]) -> list[tupl
 
 
 def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
-    return _each(parts, lambda terms: [contractions.to_device(t, device) for t in terms])
+    return _each(parts, lambda terms: [to_device(t, device) for t in terms])
 
 
 def _stacked(parts: Parts) -> Parts:
@@ -351,8 +366,8 @@ def _terms(
     recorded: Tape | None = None,
 ) -> Terms:  # fmt: skip
     """The gradients of `values` (N,), whose graph begins at the edge, as terms."""
-    recording.require_exact_derivatives(edge)
-    tape = recording.tape_from_graph(edge, parameters) if recorded is None else recorded
+    require_exact_derivatives(edge)
+    tape = tape_from_graph(edge, parameters) if recorded is None else recorded
     tape.graph = graph_signature(edge, parameters.values())
 
     def reference(n: Tensor) -> dict[str, Tensor]:

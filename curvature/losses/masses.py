@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 from curvature.attempts import attempt
-from curvature.losses import table
-from curvature.losses.table import TORCH_LOSSES, Loss, map_target, name_of, per_sample_losses
+from curvature.losses.table import (
+    TORCH_LOSSES,
+    Loss,
+    dim_of_terms,
+    map_target,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    require_scalar,
+    resolve,
+    sample_masses,
+)
 
 log = logging.getLogger("curvature")
 NEAR_POINTS, FAR_POINTS = 3, 8
@@ -52,7 +62,7 @@ class LossVaries(ValueError):
 
 def require_repeats(loss: Loss, output: Tensor, target: Any) -> None:
     """Raise `LossVaries` where a second call of the loss gives another value."""
-    whole, _ = _of_batch_and_samples(table.resolve(loss), target, 1, 0, 0)
+    whole, _ = _of_batch_and_samples(resolve(loss), target, 1, 0, 0)
     point = [output.detach().nan_to_num(0.0, 0.0, 0.0)]
     _require_same(loss, _slope(whole, point), whole, point)
 
@@ -62,7 +72,7 @@ def require_weighted_sum(
 ) -> Tensor | None:
     """Raise `NoWeightedSum` where samples meet. The samples' `shares`, where these had to be found, else None."""
     where = output, target, count, output_dim, target_dim
-    if table.dim_of_terms(loss, output, target, output_dim, target_dim) is None:
+    if dim_of_terms(loss, output, target, output_dim, target_dim) is None:
         return shares(loss, *where)
     # no sample has what is left of a term of mass zero by its smoothing
     may_be_left = getattr(loss, "label_smoothing", 0) and loss.weight is not None and bool((loss.weight == 0).any())
@@ -79,7 +89,7 @@ def count_alike(
         weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
         if not weighs or TORCH_LOSSES[type(loss)].masses is None:
             return True
-        shares = table.sample_masses(loss, output, target, count, output_dim, target_dim)
+        shares = sample_masses(loss, output, target, count, output_dim, target_dim)
     counted = shares[shares > 0]
     return not len(counted) or _near(counted, counted[0], counted[0])
 
@@ -105,7 +115,7 @@ def _of_batch_and_samples(
 
     def whole(point: Point) -> Tensor:
         value = loss(point[0].clone(), map_target(torch.clone, target))  # it may work in place
-        return table.require_scalar(loss, value, "a batch")
+        return require_scalar(loss, value, "a batch")
 
     def alone(point: Point) -> Tensor:
         try:
@@ -319,8 +329,8 @@ class SampleMasses:
     """
 
     def __init__(self, loss: Loss | None) -> None:
-        self.loss: Any = None if loss is None else table.resolve(loss)
-        self.is_sum = loss is not None and table.reduction_of(loss) == "sum"
+        self.loss: Any = None if loss is None else resolve(loss)
+        self.is_sum = loss is not None and reduction_of(loss) == "sum"
         self.first: int | None = None  # number of the batch that has the reference
         self.reference: tuple[Tensor, Any, Tensor] | None = None  # output, target and mass of a sample that counts
         self.known: list[tuple[Tensor, Any, Tensor]] = []  # the same of a few samples of all batches
@@ -339,9 +349,9 @@ class SampleMasses:
         self._see(number)
         if self.loss is None:
             return output.new_ones(count, dtype=torch.promote_types(output.dtype, torch.float32))
-        if table.dim_of_terms(self.loss, output, target, output_dim, target_dim) is not None:
+        if dim_of_terms(self.loss, output, target, output_dim, target_dim) is not None:
             require_weighted_sum(self.loss, output, target, count, output_dim, target_dim)
-            return table.sample_masses(self.loss, output, target, count, output_dim, target_dim)
+            return sample_masses(self.loss, output, target, count, output_dim, target_dim)
         dims = output_dim, target_dim
         if self.first is None or number == self.first:
             masses = self._of_first(number, output, target, count, dims)

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from curvature.functional import batched_vjp, require_second_derivatives
 from curvature.linalg import symmetric_eigh
-from curvature.losses import table
 from curvature.losses.likelihoods import Likelihood
-from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, name_of
+from curvature.losses.table import (
+    TORCH_LOSSES,
+    Loss,
+    TorchLoss,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    resolve,
+    term_masses,
+)
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
@@ -98,8 +106,8 @@ class OutputBatch:
     @cached_property
     def resolved(self) -> tuple[Any, TorchLoss | None]:
         """The loss in the form that this package knows, and its row if that says something of the Hessian."""
-        loss = table.resolve(self.loss)
-        table.reduction_of(loss)  # refuses "none"
+        loss = resolve(self.loss)
+        reduction_of(loss)  # refuses "none"
         row = TORCH_LOSSES.get(type(loss))
         return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
 
@@ -145,7 +153,7 @@ class OutputBatch:
         """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; the graph is built once, here."""
         point = self.output.detach().requires_grad_()
         with torch.enable_grad():
-            losses = table.per_sample_losses(self.loss, point, self.target, self.count)
+            losses = per_sample_losses(self.loss, point, self.target, self.count)
             if not losses.requires_grad:
                 raise ValueError(f"{name_of(self.loss)} is not differentiable in the output")
             if type(self.resolved[0]) not in TORCH_LOSSES:
@@ -187,7 +195,7 @@ class OutputBatch:
             target = row.stand_in(output) if row.stand_in else None
         masses = torch.ones_like(output if row.classes is None else output[:, :1])
         if target is not None and row.probe is not None:
-            measured = table.term_masses(loss, output, target, self.count).reshape(masses.shape)
+            measured = term_masses(loss, output, target, self.count).reshape(masses.shape)
             if not signed and self._may_be_negative(loss):
                 self._require_semidefinite(measured)
             return measured
