@@ -166,7 +166,7 @@ class Tape:
 
         Args:
             output: what the model returned, or anything computed from it; one tensor or several.
-            vectors: (k, *output.shape), or a sequence of such for several outputs.
+            vectors: (k, *output.shape), k at least 1, or a sequence of such for several outputs.
 
         Returns:
             For each of `uses` the backprops (k, *use.shape); None where the output does not depend on the use.
@@ -174,10 +174,9 @@ class Tape:
         outputs = [output] if isinstance(output, Tensor) else list(output)
         sent = [vectors] if isinstance(vectors, Tensor) else list(vectors)
         for out, v in zip(outputs, sent, strict=True):
-            if v.shape[1:] != out.shape:
-                raise ValueError(
-                    f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
-                )
+            if v.shape[1:] != out.shape or not len(v):
+                shape = ", ".join(map(str, out.shape))
+                raise ValueError(f"vectors: expected shape (k, {shape}), k at least 1, found {tuple(v.shape)}")
         edges = [use.edge for use in self.uses if use.edge is not None]
         backprops = iter(batched_vjp(outputs, edges, sent))
         rows = [(use, None if use.edge is None else next(backprops)) for use in self.uses]

@@ -206,9 +206,30 @@ def test_wrong_arguments():
     model = built(sequential)
     with capture(model) as tape:
         output = model(draw(5, 3))
-    for wrong in (draw(5, 2), draw(2, 5, 3), draw(1, 4, 2)):
+    for wrong in (draw(5, 2), draw(2, 5, 3), draw(1, 4, 2), draw(0, 5, 2)):
         with pytest.raises(ValueError, match="vectors"):
             tape.backprops(output, wrong)
+
+
+class DoubledByNumpy(torch.autograd.Function):
+    """Its backward pass takes one vector at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy(2 * g.numpy())
+
+
+def test_vectors_go_back_one_by_one_where_torch_cannot_send_them_together():
+    model = built(lambda: Raw(lambda m, x: DoubledByNumpy.apply(m.layer(x)), layer=nn.Linear(3, 2)))
+    with capture(model) as tape:
+        output = model(draw(5, 3))
+    vectors = draw(3, 5, 2)
+    (backprops,) = tape.backprops(output, vectors)
+    torch.testing.assert_close(backprops, 2 * vectors)
 
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
