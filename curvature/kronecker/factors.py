@@ -453,11 +453,14 @@ def _fill_symmetric(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
-def count_rows(terms: Sequence[Any], sharing: str) -> int:
-    """Number of summands of a moment of these terms: places ("expand") or samples ("reduce")."""
+def count_rows(terms: Sequence[Affine], sharing: str) -> float:
+    """Number of rows that a moment of these terms rests on: places ("expand") or samples ("reduce").
+
+    Windows of a convolution that share inputs count as many as there would be without sharing, at least one a sample.
+    """
     if sharing == "reduce":
         return sum(len(same[0]) for same in by_length(terms))
-    return sum(len(term) * term.places for term in terms)
+    return sum(len(term) * max(term.places / term.overlap, 1.0) for term in terms)
 
 
 def has_few_rows(rows: Tensor) -> bool:

@@ -89,6 +89,8 @@ class OuterProduct:
     is_routed: bool = False  # whether groups are experts, which get zeros from the places that are not sent to them
     independent: bool = False  # whether b are random numbers independent of each other: their moment is its diagonal
 
+    overlap: ClassVar[float] = 1.0  # number of places that an input is at
+
     @property
     def device(self) -> torch.device:
         return self.b.device
@@ -200,6 +202,7 @@ class IndexedRows:
 
     groups: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (1, 0)
+    overlap: ClassVar[float] = 1.0  # as of `OuterProduct`
     has_rows: ClassVar[bool] = True
 
     @property
@@ -356,6 +359,7 @@ class ElementwiseProduct(WithDirectForm):
     outputs: ClassVar[int] = 1
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None
+    overlap: ClassVar[float] = 1.0  # as of `OuterProduct`
 
     @property
     def groups(self) -> int:

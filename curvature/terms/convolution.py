@@ -55,6 +55,11 @@ class Convolution:
         return self.b.shape[1] * math.prod(self.b.shape[3:])
 
     @property
+    def overlap(self) -> float:
+        """As of `OuterProduct`: the number of windows that an input is in, away from the edges."""
+        return max(1.0, math.prod(self.shape[2:]) / math.prod(self.stride))
+
+    @property
     def inputs(self) -> int:
         """Number of entries of the layer's input."""
         return self.source.numel()
@@ -244,6 +249,11 @@ class TransposedConvolution(WithDirectForm):
     @property
     def places(self) -> int:
         return self.direct.source.shape[1] * math.prod(self.direct.source.shape[3:])
+
+    @property
+    def overlap(self) -> float:
+        """Of windows of outputs a stride apart, which see the same entries of the kernel."""
+        return self.direct.overlap
 
     def activations(self) -> Iterator[Activations]:
         inputs, _, *kernel = self.shape

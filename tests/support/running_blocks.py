@@ -55,9 +55,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-# Places at which a sample reads that parameter; tied ones are read once more the other way round.
-PLACES = {
-    **{"linear": 1, "places": 5, "no_bias": 1, "conv": 6, "grouped_conv": 5, "conv_transpose": 5},
+# Rows that a sample is to its factors: places at which it reads that parameter, over the windows that an input is in.
+# Tied ones are read once more the other way round.
+ROWS = {
+    **{"linear": 1, "places": 5, "no_bias": 1, "conv": 6 / 4, "grouped_conv": 5 / 3, "conv_transpose": 5 / 3},
     **{"transformers_conv1d": 2, "embedding": 4, "tied_words": 4, "transposed_words": 4},
     **{"tied_autoencoder": 1, "tied_autoencoder_square": 1},
 }

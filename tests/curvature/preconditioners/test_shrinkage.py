@@ -74,6 +74,42 @@ def test_batches_count_by_their_rows_and_their_weights(kind: str, vectors: int, 
     close(found, expected(block, SHARE + shrinkage(b, sent, DECAY), SHARE + shrinkage(a, seen, DECAY)), 1e-7)
 
 
+def windows_of_an_input(layer: nn.Module, x: Tensor) -> float:
+    """Of the outputs a stride apart, how many read an input, away from the edges."""
+    nn.init.ones_(layer.weight)
+    x = x.clone().requires_grad_()
+    outputs = layer(x)
+    if isinstance(layer, nn.ConvTranspose1d):
+        outputs = outputs[..., :: layer.stride[0]]
+    (counts,) = torch.autograd.grad(outputs.sum(), x)
+    inner = slice(8, 16)  # as many as strides of 1, 2 and 4 divide
+    return float(counts[(0, 0, *[inner] * (x.ndim - 2))].mean()) / outputs.shape[1]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Conv1d(2, 3, 5, padding=2), [24]),
+        (nn.Conv1d(2, 3, 4, stride=2, dilation=2), [40]),
+        (nn.Conv1d(2, 3, 2, stride=4), [24]),
+        (nn.Conv2d(1, 2, 3, stride=2), [24, 24]),
+        (nn.ConvTranspose1d(2, 3, 6, stride=2), [24]),
+        (nn.Conv1d(1, 2, 20), [24]),
+    ],
+    ids=["windows of 5", "dilated", "windows apart", "two axes", "transposed", "hardly two windows"],
+)
+def test_windows_that_overlap_count_as_if_side_by_side(kind: str, layer: nn.Module, size: list[int]):
+    """Both sides: neighbours see nearly the same inputs, and go into nearly the same of what follows."""
+    with seeded(0):
+        model, x = nn.Sequential(layer, nn.Tanh()).double(), torch.randn(6, layer.in_channels, *size).double()
+    windows = windows_of_an_input(layer, x)
+    block = trained(kind, model, [x])
+    rows = 6 * max(layer(x)[0, 0].numel() / max(windows, 1), 1)
+    sides = len(full(rows_of(block))[0]), len(full(columns_of(block))[0])
+    assert block.shares(SHARE) == pytest.approx([SHARE + 3 * side / rows for side in sides])
+
+
 @each_kind
 def test_it_goes_to_zero_as_rows_grow(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Tenfold rows are a tenth of it, and so are many batches less than one, up to those that the average remembers."""
