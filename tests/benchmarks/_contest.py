@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _problems import Problem
-from _race_rivals import ENTRIES, Entry, Setting
+from _race_rivals import ANNEALED, ENTRIES, Entry, Setting, constant
 from _report import load, machine, save, words
 from torch import Tensor, nn
 
@@ -139,11 +139,12 @@ class Run:
         end: "" while it goes on, then why it ended; its last loss is infinite where that is a failure.
         points: the evaluations, of which `due` is the step of the next.
         durations: seconds of each step.
+        budget: seconds over which the learning rate follows the schedule of the entry.
         reached: where the target was met.
     """
 
-    def __init__(self, problem: Problem, entry: Entry, setting: Setting, seed: int) -> None:
-        self.problem, self.entry, self.setting, self.seed = problem, entry, setting, seed
+    def __init__(self, problem: Problem, entry: Entry, setting: Setting, seed: int, budget: float = math.inf) -> None:
+        self.problem, self.entry, self.setting, self.seed, self.budget = problem, entry, setting, seed, budget
         self.device = torch.device(problem.device)
         self.end, self.due, self.seconds = "", 1, 0.0
         self.durations: list[float] = []
@@ -153,6 +154,8 @@ class Run:
         with self._own_randomness():
             self.models: Sequence[nn.Module] = [model.to(self.device) for model in problem.make()]
             self.optimizers = [built(entry, model, problem, setting) for model in self.models]
+        parts = [part for optimizer in self.optimizers for part in getattr(optimizer, "parts", [optimizer])]
+        self.groups = [(group, group["lr"]) for part in parts for group in part.param_groups]
         self.batches = problem.batches(seed + 1)
         self.evaluate()
 
@@ -195,6 +198,10 @@ class Run:
     def step(self) -> None:
         """The clock runs for the training loop alone: not for drawing the batch, nor for evaluation."""
         batch, loss, raised = next(self.batches), math.nan, None
+        if self.entry.schedule is not constant:
+            factor = self.entry.schedule(min(self.seconds / self.budget, 1.0))
+            for group, lr in self.groups:
+                group["lr"] = lr * factor
         with self._own_randomness():
             start = self._now()
             try:
@@ -340,7 +347,7 @@ def kept(before: Result | None, contestants: Mapping[Entry, Setting]) -> list[Re
 
 def chosen(options: argparse.Namespace) -> Callable[[str], list[Entry]]:
     """Those of --only, on every problem."""
-    return lambda problem: [entry for name, entry in ENTRIES.items() if name in options.only]
+    return lambda problem: [entry for name, entry in (ENTRIES | ANNEALED).items() if name in options.only]
 
 
 def said(problem: str, name: str, what: str, end: str, loss: float, steps: float, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from _contest import LEAD, Point, Record, Result, met
-from _race_rivals import ENTRIES, OURS, RIVALS
+from _race_rivals import ANNEALED, ENTRIES, OURS, RIVALS
 from _report import markdown, words
 
 WINDOW = 1.3  # a loss is the geometric mean over the evaluations since this fraction of its steps
@@ -57,6 +57,16 @@ def crossing(points: Sequence[Point], target: float) -> tuple[float, float] | No
     return None
 
 
+def ended(name: str, points: Sequence[Point], seconds: float) -> float:
+    """The loss after so many seconds; at the end of a schedule, which has no noise left, it is not smoothed."""
+    return points[-1].loss if name in ANNEALED else level(points, seconds)
+
+
+def alike(rivals: Sequence[Record], annealed: bool) -> list[Record]:
+    """Those under a cosine, or those at a constant rate, at the pace of the first of all."""
+    return [rival.at_pace(rivals[0].pace) for rival in rivals if (rival.name in ANNEALED) is annealed]
+
+
 @dataclass(frozen=True)
 class Targets:
     """What the rivals leave to ours, on one seed.
@@ -81,14 +91,15 @@ class Targets:
         Raises:
             ValueError: no run of AdamW among them, or none that ended with a finite loss.
         """
-        ends = {record.name: level(record.points, budget) for record in rivals}
-        if ADAMW not in ends or not math.isfinite(ends[ADAMW]):
+        ends = {record.name: ended(record.name, record.points, budget) for record in rivals}
+        adamw = next((record for record in rivals if record.name.startswith(ADAMW)), None)
+        if adamw is None or not math.isfinite(ends[adamw.name]):
             raise ValueError("the rivals need a run of AdamW that ends with a finite loss")
         best = min(ends, key=ends.__getitem__)
         met = [crossing(record.points, ends[best]) for record in rivals]
-        own = next(crossing(record.points, ends[ADAMW]) for record in rivals if record.name == ADAMW)
+        steps, _ = crossing(adamw.points, ends[adamw.name]) or (adamw.points[-1].step, budget)
         seconds = min((found[1] for found in met if found), default=budget)
-        return cls(best, ends[best], seconds, ends[ADAMW], own[0] if own else math.nan)
+        return cls(best, ends[best], seconds, ends[adamw.name], steps)
 
 
 @dataclass(frozen=True)
@@ -309,12 +320,13 @@ class FamilyResult(Result):
     def of(self, seed: int, ours: bool) -> list[Record]:
         return [record for record in self.records if record.seed == seed and bool(record.setting) is not ours]
 
-    def scores(self) -> dict[str, list[Score]]:
-        """Ours by name, a score for each seed."""
+    def scores(self, annealed: bool = False) -> dict[str, list[Score]]:
+        """Ours by name, a score for each seed, beside rivals at a constant rate or under a cosine."""
         found: dict[str, list[Score]] = {}
         for seed in sorted({record.seed for record in self.records}):
-            for record in self.of(seed, ours=True):
-                found.setdefault(record.name, []).append(score(record, self.of(seed, ours=False), self.budget))
+            rivals = alike(self.of(seed, ours=False), annealed)
+            for record in self.of(seed, ours=True) if rivals else []:
+                found.setdefault(record.name, []).append(score(record, rivals, self.budget))
         return found
 
 
@@ -336,21 +348,30 @@ def median(scores: Sequence[Score], what: str, bound: str, sign: str, least: boo
 def family_table(results: Mapping[str, FamilyResult], ours: str) -> tuple[list[str], list[list[str]]]:
     """Head and rows: one of ours beside the best rival of each family, with what is measured on data held out."""
     head = ["family", "best rival", "times as fast ↑", "steps, of AdamW's ↓",
-            "loss at equal time, of the best rival's ↓", "held out", "ours / its"]  # fmt: skip
+            "loss at equal time, of the best rival's ↓", "best under a cosine", "times as fast as it ↑",
+            "steps, of AdamW's under a cosine ↓", "held out", "ours / its"]  # fmt: skip
     rows = []
     for family, result in results.items():
-        scores = result.scores().get(ours, [])
+        scores, annealed = result.scores().get(ours, []), result.scores(annealed=True)
         metrics = [statistics.median(getattr(one, what) for one in scores) for what in ("metric", "rival_metric")]
         rows.append([
             NAMES[family],
-            ", ".join(sorted({ENTRIES[one.rival].label for one in scores})),
-            median(scores, "speed", "slower", "<", least=True),
-            median(scores, "steps", "more", ">", least=False),
+            *pace_cells(scores),
             " / ".join(f"{one.loss:.2f}" if math.isfinite(one.loss) else "not finite" for one in scores),
+            *(pace_cells(annealed[ours]) if ours in annealed else "---"),
             f"{result.metric} {'↑' if result.metric in MORE else '↓'}",
             " / ".join(f"{metric:.4g}" for metric in metrics),
         ])  # fmt: skip
     return head, rows
+
+
+def pace_cells(scores: Sequence[Score]) -> list[str]:
+    """The best rivals, times as fast, share of AdamW's steps."""
+    return [
+        ", ".join(sorted({ENTRIES[one.rival.split("_")[0]].label for one in scores})),
+        median(scores, "speed", "slower", "<", least=True),
+        median(scores, "steps", "more", ">", least=False),
+    ]
 
 
 def family_tables(results: Mapping[str, FamilyResult]) -> str:
@@ -373,10 +394,10 @@ def losses(results: Mapping[str, FamilyResult]) -> str:
         pace = {record.seed: record.pace for record in reversed(result.records)}  # that of the rivals, who are first
         ends: dict[str, list[float]] = {name: [] for name in names}
         for record in result.records:
-            ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
+            ends[record.name].append(ended(record.name, record.at_pace(pace[record.seed]).points, result.budget))
         middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
         rows.append([NAMES[family], result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
-    return markdown(["family", "objective", *(ENTRIES[name].label for name in names)], rows) + "\n"
+    return markdown(["family", "objective", *((ENTRIES | ANNEALED)[name].label for name in names)], rows) + "\n"
 
 
 def family_figure(results: Mapping[str, FamilyResult], path: Path) -> None:
@@ -400,7 +421,7 @@ def family_figure(results: Mapping[str, FamilyResult], path: Path) -> None:
         {family: NAMES[family] for family in order},
         TICKS,
         "right of 1 is better",
-        "bars: medians of the seeds; arrows: at most this",
+        "rivals at a constant rate; bars: medians of the seeds; arrows: at most this",
     )
 
 

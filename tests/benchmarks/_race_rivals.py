@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class EmpiricalKFAC:
     def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
         self.lr, self.damping, self.steps = lr, damping, 0
         self.sgd = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+        self.parts = [self.sgd]
         self.layers = [layer for layer in model.modules() if isinstance(layer, MATRICES)]
         self.factors: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.bases: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
@@ -202,6 +204,11 @@ def empirical_kfac(model: nn.Module, problem: Problem, lr: float, damping: float
     return EmpiricalKFAC(model, lr, damping)
 
 
+constant = lambda part: 1.0
+cosine = lambda part: (1 + math.cos(math.pi * part)) / 2
+linear = lambda part: 1 - part
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """A contestant.
@@ -213,6 +220,7 @@ class Entry:
         lrs: learning rates to begin with, in half decades; none for ours.
         axes: other settings, the usual value first; those after it are tried with the best learning rate alone.
         closure: `step` takes a function that computes the loss and its gradient.
+        schedule: factor of the learning rate, by the share of the budget that is used.
     """
 
     name: str
@@ -221,6 +229,15 @@ class Entry:
     lrs: tuple[float, ...] = ()
     axes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     closure: bool = False
+    schedule: Callable[[float], float] = constant
+
+    @property
+    def family(self) -> str:
+        """Its name without that of the schedule."""
+        return self.name.split("_")[0]
+
+    def under(self, schedule: Callable[[float], float], label: str) -> Entry:
+        return replace(self, name=f"{self.name}_{label}", label=f"{self.label}, {label}", schedule=schedule)
 
 
 RATES = (1e-3, 3e-3, 1e-2)
@@ -239,3 +256,4 @@ OURS = (
     Entry("ekfac", "EKFAC", lambda model, problem: optimizers.EKFAC(model)),
 )
 ENTRIES = {entry.name: entry for entry in (*RIVALS, *OURS)}
+ANNEALED = {entry.name: entry for entry in (rival.under(cosine, "cosine") for rival in RIVALS[:4])}

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from _contest import OPTIONS, WARM_UP, Attempt, Record, Run, Trial, contest, kep
 from _held_out_problems import PATIENCE, PROBLEMS, TABLES, Table
 from _held_out_report import HeldOutResult, held_out_tables, loss_of
 from _problems import Problem
-from _race_rivals import ENTRIES, Entry, Setting
+from _race_rivals import ENTRIES, Entry, Setting, cosine, linear
 from _report import load, machine, options_of, words
 from torch import nn
 
@@ -50,24 +50,6 @@ RECENT = 15  # of which so many say how fast the machine is
 RENEWED = 20  # batches for the statistics of BatchNorm at averaged parameters
 EPOCHS = 300  # of a table at most
 RATES, DECAYS = (1e-3, 3e-3, 1e-2), {"decay": (0.1, 0.0, 0.01, 1.0)}
-constant = lambda part: 1.0
-cosine = lambda part: (1 + math.cos(math.pi * part)) / 2
-linear = lambda part: 1 - part
-
-
-@dataclass(frozen=True, eq=False)
-class Contestant(Entry):
-    """
-    Attributes:
-        schedule: factor of the learning rate, by the share of the budget that is used.
-    """
-
-    schedule: Callable[[float], float] = constant
-
-    @property
-    def family(self) -> str:
-        """What --only calls it: all schedules together."""
-        return self.name.split("_")[0]
 
 
 def free(model: nn.Module, problem: Problem) -> Any:
@@ -76,24 +58,21 @@ def free(model: nn.Module, problem: Problem) -> Any:
     return AdamWScheduleFree(model.parameters())
 
 
-def tuned(name: str, lrs: tuple[float, ...] = RATES, **axes: tuple[float, ...]) -> Contestant:
-    entry = ENTRIES[name]
-    return Contestant(name, entry.label, entry.make, lrs, axes or DECAYS, schedule=cosine)
+def tuned(name: str, lrs: tuple[float, ...] = RATES, **axes: tuple[float, ...]) -> Entry:
+    return replace(ENTRIES[name], lrs=lrs, axes=axes or DECAYS, schedule=cosine)
 
 
-def scheduled(name: str) -> Iterator[Contestant]:
+def scheduled(name: str) -> Iterator[Entry]:
     entry = ENTRIES[name]
-    yield Contestant(name, entry.label, entry.make)
-    for schedule, label in ((cosine, "cosine"), (linear, "linear")):
-        yield Contestant(f"{name}_{label}", f"{entry.label}, {label}", entry.make, schedule=schedule)
+    yield from (entry, entry.under(cosine, "cosine"), entry.under(linear, "linear"))
 
 
 CONTESTANTS = (
     tuned("adamw"), tuned("sgd", (1e-2, 3e-2, 1e-1), decay=(5e-4, 0.0, 1e-4, 5e-3)), tuned("muon"), tuned("soap"),
-    Contestant("schedulefree", "schedule-free AdamW", free), *scheduled("kfac"), *scheduled("ekfac"),
+    Entry("schedulefree", "schedule-free AdamW", free), *scheduled("kfac"), *scheduled("ekfac"),
 )  # fmt: skip
 STOPPED = (  # the contestants of tables
-    Contestant("adamw", "AdamW, 1e-3", lambda model, problem: torch.optim.AdamW(model.parameters(), 1e-3)),
+    Entry("adamw", "AdamW, 1e-3", lambda model, problem: torch.optim.AdamW(model.parameters(), 1e-3)),
     *(contestant for contestant in CONTESTANTS if contestant.name in ("kfac", "ekfac")),
 )
 
@@ -119,22 +98,16 @@ class Pace:
         return seconds * self.reference / self.now()
 
 
-class ScheduledRun(Run):
-    """A run whose learning rates follow its clock, which shows the seconds of the machine of PACES."""
+class PacedRun(Run):
+    """A run whose clock shows the seconds of the machine of PACES."""
 
     def __init__(
-        self, problem: Problem, entry: Contestant, setting: Setting, seed: int, pace: Pace, budget: float = math.inf
+        self, problem: Problem, entry: Entry, setting: Setting, seed: int, pace: Pace, budget: float = math.inf
     ) -> None:
-        self.pace, self.budget, self.schedule = pace, budget, entry.schedule
-        super().__init__(problem, entry, setting, seed)
-        parts = [part for optimizer in self.optimizers for part in getattr(optimizer, "parts", [optimizer])]
-        self.groups = [(group, group["lr"]) for part in parts for group in part.param_groups]
+        self.pace = pace
+        super().__init__(problem, entry, setting, seed, budget)
 
     def step(self) -> None:
-        if self.schedule is not constant:
-            factor = self.schedule(min(self.seconds / self.budget, 1.0))
-            for group, lr in self.groups:
-                group["lr"] = lr * factor
         before = self.seconds
         super().step()
         self.seconds = before + self.pace.scaled(self.durations[-1])
@@ -183,14 +156,14 @@ class HeldOutTrial(Trial):
         return cls(**{**saved, "loss": math.inf if saved["loss"] is None else saved["loss"]})
 
 
-def trial_of(problem: Problem, entry: Contestant, budget: float, pace: Pace, earlier: Sequence[Any] = ()) -> Attempt:
+def trial_of(problem: Problem, entry: Entry, budget: float, pace: Pace, earlier: Sequence[Any] = ()) -> Attempt:
     """Trials that were made before are not made again."""
     known = {words(saved["setting"]): HeldOutTrial.read(saved) for saved in earlier}
 
     def attempt(setting: Setting, best: Trial | None) -> Trial:
         if words(setting) in known:
             return known[words(setting)]
-        run = ScheduledRun(replace(problem, growth=SELDOM), entry, setting, 0, pace, budget)
+        run = PacedRun(replace(problem, growth=SELDOM), entry, setting, 0, pace, budget)
         looks: list[float] = []
         others = getattr(best, "looks", ())
         for part in (*PARTS, 1.0):
@@ -207,9 +180,9 @@ def trial_of(problem: Problem, entry: Contestant, budget: float, pace: Pace, ear
     return attempt
 
 
-def trained(problem: Problem, entry: Contestant, setting: Setting, seed: int, pace: Pace, budget: float) -> Record:
+def trained(problem: Problem, entry: Entry, setting: Setting, seed: int, pace: Pace, budget: float) -> Record:
     """To the end of the budget; a table, until it has not become better for PATIENCE epochs."""
-    run = ScheduledRun(replace(problem, growth=SELDOM), entry, setting, seed, pace, budget)
+    run = PacedRun(replace(problem, growth=SELDOM), entry, setting, seed, pace, budget)
     if isinstance(problem, Table):
         best = 0
         while not run.end and len(run.points) - best <= PATIENCE and len(run.points) <= EPOCHS:

@@ -43,7 +43,7 @@ def held_out_run(load: Load, name: str, which: str, **rest: Any) -> Any:
     held_out = load("held_out")
     entry = next(one for one in held_out.CONTESTANTS if one.name == which)
     setting = {"lr": 1e-3, "decay": 0.0} if entry.lrs else {}
-    return held_out.ScheduledRun((held_out.PROBLEMS | held_out.TABLES)[name](), entry, setting, 0, Even(), **rest)
+    return held_out.PacedRun((held_out.PROBLEMS | held_out.TABLES)[name](), entry, setting, 0, Even(), **rest)
 
 
 def test_every_loop_trains_all_of_its_models(load: Load) -> None:
@@ -193,6 +193,27 @@ def test_scores_follow_from_the_curves(load: Load) -> None:
     points[-1] = scores.Point(points[-1].step, points[-1].seconds, math.inf, math.inf)
     gone = score(points, end="diverged")
     assert gone.speed > 5 and not gone.slower and math.isinf(gone.loss)
+
+
+def test_a_rival_under_a_schedule_counts_with_its_last_loss(load: Load) -> None:
+    """No mean over the last evaluations, which would be higher; rivals at a constant rate are judged apart."""
+    scores = load("_contest_report")
+    rivals = [
+        record(scores, "adamw", curve(scores)),
+        record(scores, "adamw_cosine", curve(scores, scale=0.5), pace=2.0),
+    ]
+    budget, last = rivals[0].seconds, curve(scores, scale=0.5)[-1]
+    ours = record(scores, "kfac", curve(scores, scale=0.25, cost=0.02))
+    saved = scores.FamilyResult("an MLP", "2 x CPU", [*rivals, ours], "nats", "accuracy", budget).plain()
+    result = scores.FamilyResult.read(json.loads(json.dumps(saved, allow_nan=False)))
+    (constant,), (annealed,) = (result.scores(which)["kfac"] for which in (False, True))
+    assert (constant.rival, annealed.rival) == ("adamw", "adamw_cosine")
+    assert annealed.loss == pytest.approx(scores.level(ours.points, budget) / last.loss)
+    steps, _ = scores.crossing(ours.points, last.loss)
+    assert (annealed.steps, annealed.speed) == pytest.approx((steps / last.step, budget / (0.02 * steps)))
+    assert constant.loss == pytest.approx(0.5, rel=0.02)
+    _, (row,) = scores.family_table({"vit": result}, "kfac")
+    assert row[1] == row[5] == "AdamW" and row[6] == f"{annealed.speed:.2f}" and row[7] == f"{annealed.steps:.2f}"
 
 
 def test_ours_beside_the_best_tuned_rival(load: Load) -> None:
