@@ -456,11 +456,11 @@ def _fill_symmetric(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def count_rows(terms: Sequence[Affine], sharing: str) -> float:
     """Number of rows that a moment of these terms rests on: places ("expand") or samples ("reduce").
 
-    Windows of a convolution that share inputs count as many as there would be without sharing, at least one a sample.
+    Windows of a convolution that share inputs count as many as there would be without sharing, at least one an image.
     """
     if sharing == "reduce":
         return sum(len(same[0]) for same in by_length(terms))
-    return sum(len(term) * max(term.places / term.overlap, 1.0) for term in terms)
+    return sum(len(term) * term.places / term.overlap for term in terms)
 
 
 def has_few_rows(rows: Tensor) -> bool:

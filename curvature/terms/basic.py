@@ -89,7 +89,7 @@ class OuterProduct:
     is_routed: bool = False  # whether groups are experts, which get zeros from the places that are not sent to them
     independent: bool = False  # whether b are random numbers independent of each other: their moment is its diagonal
 
-    overlap: ClassVar[float] = 1.0  # number of places that an input is at
+    overlap: ClassVar[float] = 1.0  # number of places that share an input
 
     @property
     def device(self) -> torch.device:

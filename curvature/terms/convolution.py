@@ -57,7 +57,7 @@ class Convolution:
     @property
     def overlap(self) -> float:
         """As of `OuterProduct`: the number of windows that an input is in, away from the edges."""
-        return max(1.0, math.prod(self.shape[2:]) / math.prod(self.stride))
+        return _overlap(self, self.b.shape[3:])
 
     @property
     def inputs(self) -> int:
@@ -202,6 +202,13 @@ class Convolution:
         return OuterProduct(self._input_patches(), self.backprops(), self.shape, has_bias=self.has_bias)
 
 
+def _overlap(term: Convolution, windows: Sequence[int]) -> float:
+    """The number of windows that share an input, away from the edges: along each axis, of so many."""
+    axes = zip(term.shape[2:], term.stride, term.dilation, windows, strict=True)
+    # windows start at multiples of the stride, and see every dilation-th input
+    return math.prod(min(max(k * math.gcd(by, step) / by, 1.0), n) for k, by, step, n in axes)
+
+
 class Phase(NamedTuple):
     """Output pixels a stride apart, of which the u-th sees pixel ``first + u - step * m`` through entry ``taps[m]``."""
 
@@ -253,7 +260,8 @@ class TransposedConvolution(WithDirectForm):
     @property
     def overlap(self) -> float:
         """Of windows of outputs a stride apart, which see the same entries of the kernel."""
-        return self.direct.overlap
+        direct = self.direct
+        return _overlap(direct, [-(-n // by) for n, by in zip(direct.source.shape[3:], direct.stride, strict=True)])
 
     def activations(self) -> Iterator[Activations]:
         inputs, _, *kernel = self.shape

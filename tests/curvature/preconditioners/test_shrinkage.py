@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from curvature import capture
 from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature, CurvatureStatistics, invert
-from support.cases.case import seeded
+from support.cases.case import Raw, seeded
 from support.running_blocks import (
     MODELS,
     block_of,
@@ -83,7 +83,8 @@ def windows_of_an_input(layer: nn.Module, x: Tensor) -> float:
         outputs = outputs[..., :: layer.stride[0]]
     (counts,) = torch.autograd.grad(outputs.sum(), x)
     inner = slice(8, 16)  # as many as strides of 1, 2 and 4 divide
-    return float(counts[(0, 0, *[inner] * (x.ndim - 2))].mean()) / outputs.shape[1]
+    counts = counts[(0, 0, *[inner] * (x.ndim - 2))]
+    return float(counts[counts > 0].mean()) / outputs.shape[1]
 
 
 @each_kind
@@ -96,18 +97,32 @@ def windows_of_an_input(layer: nn.Module, x: Tensor) -> float:
         (nn.Conv2d(1, 2, 3, stride=2), [24, 24]),
         (nn.ConvTranspose1d(2, 3, 6, stride=2), [24]),
         (nn.Conv1d(1, 2, 20), [24]),
+        (nn.Conv1d(2, 3, 4, stride=2, dilation=3), [40]),
+        (nn.Conv2d(1, 2, (3, 16)), [24, 16]),
+        (nn.Conv2d(1, 2, (2, 5), stride=(4, 1)), [24, 24]),
     ],
-    ids=["windows of 5", "dilated", "windows apart", "two axes", "transposed", "hardly two windows"],
-)
+    ids=["windows of 5", "dilated", "windows apart", "two axes", "transposed", "hardly two windows",
+         "dilated by another factor", "as wide as the input", "apart on one axis"],
+)  # fmt: skip
 def test_windows_that_overlap_count_as_if_side_by_side(kind: str, layer: nn.Module, size: list[int]):
     """Both sides: neighbours see nearly the same inputs, and go into nearly the same of what follows."""
     with seeded(0):
         model, x = nn.Sequential(layer, nn.Tanh()).double(), torch.randn(6, layer.in_channels, *size).double()
     windows = windows_of_an_input(layer, x)
     block = trained(kind, model, [x])
-    rows = 6 * max(layer(x)[0, 0].numel() / max(windows, 1), 1)
+    rows = 6 * layer(x)[0, 0].numel() / windows
     sides = len(full(rows_of(block))[0]), len(full(columns_of(block))[0])
     assert block.shares(SHARE) == pytest.approx([SHARE + 3 * side / rows for side in sides])
+
+
+@each_kind
+def test_windows_of_several_images_of_a_sample_do_not_overlap(kind: str):
+    """Four frames a sample, each of two windows that share nearly all: four rows."""
+    with seeded(0):
+        run = lambda m, x: m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        model, x = Raw(run, layer=nn.Conv1d(1, 2, 8)).double(), torch.randn(6, 4, 1, 9).double()
+    block = trained(kind, model, [x])
+    assert block.shares(SHARE) == pytest.approx([SHARE + 3 * side / 24 for side in (2, 9)])
 
 
 @each_kind
