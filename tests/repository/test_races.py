@@ -289,3 +289,29 @@ def test_quick_run(
     assert {one["name"].split("_")[0] for one in records} == {"adamw", "kfac"}
     if script != "race":
         assert records[0] == rivals[0]
+
+
+def test_rivals_under_a_cosine_are_raced_beside_the_runs_that_are_there(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tuned from the best constant rate upwards, and annealed over the time that all have."""
+    generality, tuned, file = load("generality"), tmp_path / "tuned.json", tmp_path / "runs.json"
+    common = ["--problem", "softmax", "--tuned", str(tuned), "--scale", "0.05", "--seeds", "1"]
+    read = lambda path: json.loads(path.read_text())["softmax"]
+    generality.main([*common, "--only", "sgd", "adamw", "--tune"])
+    generality.main([*common, "--only", "adamw", "kfac", "--json", str(file)])
+    before = read(file)["records"]
+    generality.main([*common, "--only", "adamw_cosine", "--tune"])
+    first, second, *_ = [trial["setting"]["lr"] for trial in read(tuned)["adamw_cosine"]["grid"]]
+    lr = read(tuned)["adamw"]["chosen"]["lr"]
+    assert {first, second} == {lr, generality.half_decade(lr, up=True)}
+    runs: list[Any] = []
+    make = generality.Run
+    monkeypatch.setattr(generality, "Run", lambda *args, **rest: runs.append(make(*args, **rest)) or runs[-1])
+    capsys.readouterr()
+    generality.main([*common, "--only", "adamw_cosine", "--json", str(file)])
+    assert "| AdamW, cosine |" in capsys.readouterr().out
+    records = read(file)["records"]
+    assert records[:-1] == before and records[-1]["name"] == "adamw_cosine"
+    (run,) = [run for run in runs if run.entry.name == "adamw_cosine"]
+    assert all(group["lr"] < 0.3 * peak for group, peak in run.groups)
